@@ -1,0 +1,82 @@
+"""Names, labels and selectors of everything that belongs to a service. The only place that derives them."""
+
+from enum import StrEnum
+
+from specserve_operator.constants import (
+    LABEL_POOL,
+    LABEL_REVISION,
+    LABEL_SERVICE,
+    LABEL_TARGET_REVISION,
+    MANAGED_BY,
+    PORT_HTTP,
+)
+
+Labels = dict[str, str]
+
+LABEL_MANAGED_BY = "app.kubernetes.io/managed-by"
+
+
+class Pool(StrEnum):
+    """A set of pods that do the same work. The value is part of names and labels."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    GATEWAY = "gateway"
+
+
+def workload_name(service: str, pool: Pool, revision: str) -> str:
+    """The Deployment of one pool and revision."""
+    return f"{service}-{pool}-{revision}"
+
+
+def gateway_name(service: str) -> str:
+    """The gateway's Service, ServiceAccount, Role and RoleBinding."""
+    return f"{service}-gateway"
+
+
+def prefill_peers_name(service: str, target_revision: str) -> str:
+    """The headless Service over the ready prefill pods of one target revision."""
+    return f"{service}-prefill-{target_revision}"
+
+
+def prefill_peers_address(service: str, target_revision: str) -> str:
+    """What decode pods resolve: a name in their own namespace, so that no cluster domain is assumed."""
+    return f"{prefill_peers_name(service, target_revision)}:{PORT_HTTP}"
+
+
+def runtime_config_name(service: str) -> str:
+    """The ConfigMap with the run-time state."""
+    return f"{service}-runtime"
+
+
+def disruption_budget_name(service: str, pool: Pool) -> str:
+    return f"{service}-{pool}"
+
+
+def selector(service: str, pool: Pool, *, revision: str | None = None, target_revision: str | None = None) -> Labels:
+    """Labels to select pods by: only own keys, and never one that can change while the pod lives."""
+    labels = {LABEL_SERVICE: service, LABEL_POOL: str(pool)}
+    if revision is not None:
+        labels[LABEL_REVISION] = revision
+    if target_revision is not None:
+        labels[LABEL_TARGET_REVISION] = target_revision
+    return labels
+
+
+def object_labels(service: str, pool: Pool | None = None) -> Labels:
+    """Labels of an object that is no pod: the recommended ones, and those by which children are found."""
+    labels = {
+        "app.kubernetes.io/name": "speculative-service",
+        "app.kubernetes.io/instance": service,
+        "app.kubernetes.io/part-of": MANAGED_BY,
+        LABEL_MANAGED_BY: MANAGED_BY,
+        LABEL_SERVICE: service,
+    }
+    if pool is not None:
+        labels |= {"app.kubernetes.io/component": str(pool), LABEL_POOL: str(pool)}
+    return labels
+
+
+def workload_labels(service: str, pool: Pool, *, revision: str, target_revision: str | None = None) -> Labels:
+    """Labels of a workload and of its pods."""
+    return object_labels(service, pool) | selector(service, pool, revision=revision, target_revision=target_revision)

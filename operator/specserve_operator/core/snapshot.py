@@ -1,0 +1,254 @@
+"""What the operator sees of one service at one moment: the only input of `plan` and `compute_status`.
+
+Objects are parsed here once. Fields that a cluster leaves out are what Kubernetes' defaults say.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from itertools import pairwise
+from typing import Any
+
+from specserve_operator.api.v1alpha1 import SpeculativeService
+from specserve_operator.constants import (
+    ANNOTATION_POOL_REPLICAS,
+    LABEL_POOL,
+    LABEL_REVISION,
+    LABEL_SERVICE,
+    LABEL_TARGET_REVISION,
+)
+from specserve_operator.core.config import OperatorConfig
+from specserve_operator.core.names import LABEL_MANAGED_BY
+from specserve_operator.core.objects import Manifest, ObjectRef, ServiceKey
+from specserve_operator.core.stats import NO_TRANSFERS, KvTransferStats, PodStats
+
+FLAG_MAX_DRAFT_TOKENS = "--max-draft-tokens"
+
+
+@dataclass(frozen=True, slots=True)
+class ContainerView:
+    """One container, init containers included.
+
+    `started`: it has been ready since it was last started. `terminated_*` is of the last end, also if it runs again.
+    """
+
+    name: str
+    ready: bool
+    restarts: int
+    waiting_reason: str = ""
+    waiting_message: str = ""
+    terminated_reason: str = ""
+    terminated_message: str = ""
+    exit_code: int | None = None
+    is_running: bool = False
+    started: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PodView:
+    """A pod with our labels. `unschedulable_message` is set while no node takes it."""
+
+    name: str
+    uid: str
+    pool: str
+    revision: str
+    target_revision: str
+    phase: str
+    ready: bool
+    deleting: bool
+    ip: str
+    node: str
+    created: datetime | None
+    ready_changed: datetime | None
+    unschedulable_message: str
+    containers: tuple[ContainerView, ...]
+
+    @property
+    def restarts(self) -> int:
+        return sum(c.restarts for c in self.containers)
+
+    @property
+    def started(self) -> bool:
+        """Every container is past its start-up, so a pod that is not ready only pauses."""
+        return bool(self.containers) and all(c.started or c.exit_code == 0 for c in self.containers)
+
+    @property
+    def is_active(self) -> bool:
+        """Counts towards its workload: not on its way out, and not a leftover of an eviction."""
+        return not self.deleting and not self.is_finished
+
+    @property
+    def is_finished(self) -> bool:
+        """Evicted or shut down with its node: its workload has another pod, but the object stays for a while."""
+        return self.phase in {"Failed", "Succeeded"}
+
+    @property
+    def is_serving(self) -> bool:
+        """Ready and not on its way out."""
+        return self.ready and not self.deleting
+
+
+@dataclass(frozen=True, slots=True)
+class WorkloadView:
+    """A Deployment of ours: one pool at one revision. `replicas` is what it was told to have."""
+
+    ref: ObjectRef
+    pool: str
+    revision: str
+    target_revision: str
+    replicas: int
+    pool_replicas: int | None
+    max_draft_tokens: int | None
+    created: datetime | None
+    replica_failure: str
+    manifest: Manifest
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """`pod_stats` holds the pods that answered. `others`: children that are neither workloads nor pods.
+
+    `kv_transfer` is the sum over all pods since the control plane started: those that are silent or gone still count,
+    so that it never shrinks.
+    """
+
+    service: SpeculativeService
+    config: OperatorConfig
+    now: datetime
+    workloads: tuple[WorkloadView, ...] = ()
+    pods: tuple[PodView, ...] = ()
+    others: tuple[Manifest, ...] = ()
+    pod_stats: tuple[PodStats, ...] = ()
+    kv_transfer: KvTransferStats = NO_TRANSFERS
+
+    @property
+    def key(self) -> ServiceKey:
+        return ServiceKey(self.service.metadata.namespace, self.service.metadata.name)
+
+    def pool_workloads(self, pool: str) -> tuple[WorkloadView, ...]:
+        """Oldest first."""
+        return tuple(w for w in self.workloads if w.pool == pool)
+
+    def pool_pods(self, pool: str, *, revision: str | None = None) -> tuple[PodView, ...]:
+        """Pods of a pool, those that are being deleted included."""
+        return tuple(p for p in self.pods if p.pool == pool and revision in (None, p.revision))
+
+
+def build_snapshot(
+    service: SpeculativeService,
+    children: Sequence[Manifest],
+    *,
+    config: OperatorConfig,
+    now: datetime,
+    pod_stats: Mapping[str, PodStats],
+    kv_transfer: KvTransferStats,
+) -> Snapshot:
+    """Sorts the children of a service by what they are.
+
+    Objects that carry the service's label but were not made by the operator are left out, so that they are never
+    touched. `pod_stats` of pods that are gone are left out too.
+    """
+    ours = [c for c in children if _is_ours(c, service)]
+    workloads = [_parse_workload(c) for c in ours if c["kind"] == "Deployment"]
+    pods = [_parse_pod(c) for c in ours if c["kind"] == "Pod"]
+    uids = {p.uid for p in pods}
+    return Snapshot(
+        service=service,
+        config=config,
+        now=now,
+        workloads=tuple(sorted(workloads, key=lambda w: (w.created is not None, w.created or now, w.ref.name))),
+        pods=tuple(sorted(pods, key=lambda p: p.name)),
+        others=tuple(c for c in ours if c["kind"] not in {"Deployment", "Pod"}),
+        pod_stats=tuple(s for _, s in sorted(pod_stats.items()) if s.pod_uid in uids),
+        kv_transfer=kv_transfer,
+    )
+
+
+def _is_ours(child: Manifest, service: SpeculativeService) -> bool:
+    labels = child["metadata"].get("labels") or {}
+    return bool(
+        labels.get(LABEL_SERVICE) == service.metadata.name
+        and labels.get(LABEL_MANAGED_BY) == "specserve"
+        and child["metadata"].get("namespace", "default") == service.metadata.namespace
+    )
+
+
+def _parse_workload(obj: Manifest) -> WorkloadView:
+    meta, spec, status = obj["metadata"], obj.get("spec") or {}, obj.get("status") or {}
+    labels, annotations = meta.get("labels") or {}, meta.get("annotations") or {}
+    pool_replicas = annotations.get(ANNOTATION_POOL_REPLICAS, "")
+    failure = _condition(status, "ReplicaFailure")
+    return WorkloadView(
+        ref=ObjectRef.of(obj),
+        pool=labels.get(LABEL_POOL, ""),
+        revision=labels.get(LABEL_REVISION, ""),
+        target_revision=labels.get(LABEL_TARGET_REVISION, ""),
+        replicas=spec.get("replicas", 1),
+        pool_replicas=int(pool_replicas) if pool_replicas.isdigit() else None,
+        max_draft_tokens=_flag_value(obj, FLAG_MAX_DRAFT_TOKENS),
+        created=_parse_time(meta.get("creationTimestamp")),
+        replica_failure=failure.get("message", "") if failure.get("status") == "True" else "",
+        manifest=obj,
+    )
+
+
+def _parse_pod(obj: Manifest) -> PodView:
+    meta, spec, status = obj["metadata"], obj.get("spec") or {}, obj.get("status") or {}
+    labels = meta.get("labels") or {}
+    ready, scheduled = _condition(status, "Ready"), _condition(status, "PodScheduled")
+    is_unschedulable = scheduled.get("status") == "False" and not spec.get("nodeName")
+    containers = [*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ())]
+    return PodView(
+        name=meta["name"],
+        uid=meta.get("uid", ""),
+        pool=labels.get(LABEL_POOL, ""),
+        revision=labels.get(LABEL_REVISION, ""),
+        target_revision=labels.get(LABEL_TARGET_REVISION, ""),
+        phase=status.get("phase", "Pending"),
+        ready=ready.get("status") == "True",
+        deleting=bool(meta.get("deletionTimestamp")),
+        ip=status.get("podIP", ""),
+        node=spec.get("nodeName", ""),
+        created=_parse_time(meta.get("creationTimestamp")),
+        ready_changed=_parse_time(ready.get("lastTransitionTime")),
+        unschedulable_message=scheduled.get("message", "no node") if is_unschedulable else "",
+        containers=tuple(_parse_container(c) for c in containers),
+    )
+
+
+def _parse_container(status: Mapping[str, Any]) -> ContainerView:
+    state, last = status.get("state") or {}, status.get("lastState") or {}
+    waiting = state.get("waiting") or {}
+    terminated = state.get("terminated") or last.get("terminated") or {}
+    return ContainerView(
+        name=status["name"],
+        ready=bool(status.get("ready")),
+        restarts=status.get("restartCount", 0),
+        waiting_reason=waiting.get("reason", ""),
+        waiting_message=waiting.get("message", ""),
+        terminated_reason=terminated.get("reason", ""),
+        terminated_message=terminated.get("message", ""),
+        exit_code=terminated.get("exitCode"),
+        is_running="running" in state,
+        started=bool(status.get("started")),
+    )
+
+
+def _condition(status: Mapping[str, Any], type_: str) -> Mapping[str, Any]:
+    conditions: Iterable[Mapping[str, Any]] = status.get("conditions") or ()
+    return next((c for c in conditions if c.get("type") == type_), {})
+
+
+def _flag_value(deployment: Manifest, flag: str) -> int | None:
+    """The number after `flag` in the arguments of any container of the pod template."""
+    pod = deployment.get("spec", {}).get("template", {}).get("spec", {})
+    for container in pod.get("containers", ()):
+        args = container.get("args") or ()
+        for name, value in pairwise(args):
+            if name == flag and value.isdigit():
+                return int(value)
+    return None
+
+
+def _parse_time(text: str | None) -> datetime | None:
+    return datetime.fromisoformat(text) if text else None

@@ -1,0 +1,247 @@
+"""The status of a service: computed whole from what is observed, never added up.
+
+Only times and the last word on things that need traffic come from the previous status.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+from pydantic import ValidationError
+
+from specserve_operator.api.conditions import ConditionType, Reason
+from specserve_operator.api.status import (
+    MAX_SCALING_HISTORY,
+    Columns,
+    Condition,
+    KvTransferStatus,
+    LatencyObservation,
+    LatencyStatus,
+    ScalingDecision,
+    ServiceStatus,
+    SpeculationStatus,
+    format_time,
+)
+from specserve_operator.core.conditions import (
+    FALSE,
+    TRUE,
+    UNKNOWN,
+    Judgement,
+    judge_gateway,
+    judge_kv_transfer,
+    judge_objectives,
+    judge_pool,
+    judge_progress,
+    judge_ready,
+    judge_speculation,
+    previous_condition,
+)
+from specserve_operator.core.measurements import (
+    compute_kv_transfer,
+    compute_latency,
+    compute_speculation,
+    decode_stats,
+)
+from specserve_operator.core.names import Pool, gateway_name
+from specserve_operator.core.objects import ApplyFailure
+from specserve_operator.core.plan import Plan
+from specserve_operator.core.pools import PoolState, compute_pool_state
+from specserve_operator.core.snapshot import Snapshot
+from specserve_operator.core.stats import PoolStats
+
+_HTTP_PORT = 80
+
+
+def compute_status(snapshot: Snapshot, plan: Plan, failures: Sequence[ApplyFailure] = ()) -> dict[str, Any]:
+    """`status` as it is to be written; equal to the previous one while nothing has changed.
+
+    `failures`: objects of the plan that could not be applied.
+    A service with an invalid spec keeps the rest of its status: what ran keeps running.
+    """
+    if plan.problems:
+        return _invalid_status(snapshot, plan)
+    service, previous = snapshot.service, snapshot.service.status
+    pools = [compute_pool_state(snapshot, p) for p in plan.pools]
+    stats = decode_stats(snapshot, plan)
+    window_seconds = snapshot.config.stats_window_seconds
+    latency = compute_latency(service, stats, window_seconds=window_seconds)
+    kv_transfer = _kv_transfer(snapshot, stats)
+    judgements = _judge(snapshot, pools, failures, stats=stats, latency=latency, kv_transfer=kv_transfer)
+    speculation = _with_reason(compute_speculation(snapshot, stats), judgements)
+    return ServiceStatus(
+        observed_generation=service.metadata.generation,
+        endpoint=_endpoint(snapshot),
+        conditions=_conditions(snapshot, judgements),
+        pools=tuple(p.to_status() for p in pools),
+        latency=latency,
+        speculation=speculation,
+        kv_transfer=kv_transfer,
+        scaling_history=_scaling_history(snapshot, pools, previous),
+        columns=_columns(pools, latency=latency, speculation=speculation, kv_transfer=kv_transfer),
+    ).to_manifest()
+
+
+def _judge(
+    snapshot: Snapshot,
+    pools: Sequence[PoolState],
+    failures: Sequence[ApplyFailure],
+    *,
+    stats: PoolStats,
+    latency: LatencyStatus,
+    kv_transfer: KvTransferStatus | None,
+) -> dict[ConditionType, Judgement]:
+    """Every condition, in the order in which they are shown."""
+    by_pool = {p.pool: p for p in pools}
+    previous = snapshot.service.status
+    gateway = judge_gateway(snapshot, by_pool[Pool.GATEWAY], failures)
+    not_configured = Judgement(TRUE, Reason.NOT_CONFIGURED, "the spec has no training pool")
+    return {
+        ConditionType.READY: judge_ready(pools, failures, gateway),
+        ConditionType.GATEWAY_READY: gateway,
+        ConditionType.PREFILL_READY: judge_pool(by_pool.get(Pool.PREFILL)),
+        ConditionType.DECODE_READY: judge_pool(by_pool[Pool.DECODE]),
+        ConditionType.TRAINING_READY: not_configured,
+        ConditionType.KV_TRANSFER_READY: judge_kv_transfer(
+            snapshot,
+            stats,
+            kv_transfer or KvTransferStatus(),
+            previous_condition(previous, ConditionType.KV_TRANSFER_READY),
+        ),
+        ConditionType.SPECULATION_EFFECTIVE: judge_speculation(snapshot, stats),
+        ConditionType.OBJECTIVES_MET: judge_objectives(snapshot, stats, latency),
+        ConditionType.DRAFT_UP_TO_DATE: not_configured,
+        ConditionType.PROGRESSING: judge_progress(
+            snapshot, pools, previous_condition(previous, ConditionType.PROGRESSING)
+        ),
+        ConditionType.UPGRADE_AVAILABLE: Judgement(FALSE, Reason.UP_TO_DATE, "the operator's defaults are in use"),
+    }
+
+
+def _invalid_status(snapshot: Snapshot, plan: Plan) -> dict[str, Any]:
+    """The previous status with Ready=False and the problems; conditions that were never known stay Unknown."""
+    previous = snapshot.service.status
+    pending = Judgement(UNKNOWN, Reason.PENDING, "the spec is invalid")
+    judgements = {}
+    for type_ in ConditionType:
+        last = previous_condition(previous, type_)
+        judgements[type_] = (last.as_judgement() if last is not None else None) or pending
+    message = "; ".join(plan.problems)
+    judgements[ConditionType.READY] = Judgement(FALSE, Reason.INVALID_SPEC, message)
+    conditions = [c.to_manifest() for c in _conditions(snapshot, judgements)]
+    return {
+        **previous,
+        "observedGeneration": snapshot.service.metadata.generation,
+        "conditions": conditions,
+    }
+
+
+def _conditions(snapshot: Snapshot, judgements: Mapping[ConditionType, Judgement]) -> tuple[Condition, ...]:
+    """With the time of the last flip: now, where the status differs from the previous one."""
+    now = format_time(snapshot.now.timestamp())
+    conditions = []
+    for type_, judgement in judgements.items():
+        last = previous_condition(snapshot.service.status, type_)
+        is_same = last is not None and last.status == judgement.status and last.transition is not None
+        conditions.append(
+            Condition(
+                type=type_,
+                status=judgement.status,
+                reason=judgement.reason,
+                message=judgement.message,
+                last_transition_time=_format(last.transition) if is_same and last and last.transition else now,
+                observed_generation=snapshot.service.metadata.generation,
+            )
+        )
+    return tuple(conditions)
+
+
+def _format(time: datetime) -> str:
+    return format_time(time.timestamp())
+
+
+def _kv_transfer(snapshot: Snapshot, stats: PoolStats) -> KvTransferStatus | None:
+    """None without a prefill pool. While no pod answers, the last totals stay, so that they are not counted twice."""
+    if snapshot.service.spec.prefill is None:
+        return None
+    if stats.pods:
+        return compute_kv_transfer(snapshot.kv_transfer)
+    last = snapshot.service.status.get("kvTransfer") or {}
+    return KvTransferStatus(**{name: last.get(name, 0) for name in KvTransferStatus.model_fields})
+
+
+def _with_reason(
+    speculation: SpeculationStatus | None, judgements: Mapping[ConditionType, Judgement]
+) -> SpeculationStatus | None:
+    if speculation is None:
+        return None
+    return speculation.model_copy(update={"reason": judgements[ConditionType.SPECULATION_EFFECTIVE].reason})
+
+
+def _endpoint(snapshot: Snapshot) -> str:
+    """Where clients reach the gateway: its Service's name, or this machine."""
+    meta, port = snapshot.service.metadata, snapshot.service.spec.gateway.port
+    host = "127.0.0.1" if snapshot.config.local else f"{gateway_name(meta.name)}.{meta.namespace}.svc"
+    return f"http://{host}" if port == _HTTP_PORT else f"http://{host}:{port}"
+
+
+def _scaling_history(
+    snapshot: Snapshot, pools: Sequence[PoolState], previous: Mapping[str, Any]
+) -> tuple[ScalingDecision, ...]:
+    """The previous decisions with those of this pass before them. A pool's first size is no decision."""
+    before = {p.get("name"): p.get("desired") for p in previous.get("pools") or ()}
+    new = [
+        ScalingDecision(
+            time=format_time(snapshot.now.timestamp()),
+            pool=str(pool.pool),
+            from_replicas=before[pool.pool],
+            to_replicas=pool.desired,
+            reason=Reason.SPEC_CHANGED,
+            message=f"spec.{pool.pool} asks for {pool.desired}",
+        )
+        for pool in pools
+        if before.get(pool.pool) not in (None, pool.desired)
+    ]
+    return tuple([*new, *_known_decisions(previous)][:MAX_SCALING_HISTORY])
+
+
+def _known_decisions(previous: Mapping[str, Any]) -> Iterator[ScalingDecision]:
+    """The stored decisions. What another version wrote, and this one cannot read, is left out."""
+    for decision in previous.get("scalingHistory") or ():
+        try:
+            yield ScalingDecision.model_validate(decision)
+        except ValidationError:
+            continue
+
+
+def _columns(
+    pools: Sequence[PoolState],
+    *,
+    latency: LatencyStatus,
+    speculation: SpeculationStatus | None,
+    kv_transfer: KvTransferStatus | None,
+) -> Columns:
+    """The cells of `kubectl get`; empty where there is nothing to say."""
+    counts = {p.pool: f"{p.ready}/{p.desired}" for p in pools}
+    acceptance = speculation.acceptance_percent if speculation is not None else None
+    return Columns(
+        prefill=counts.get(Pool.PREFILL, ""),
+        decode=counts.get(Pool.DECODE, ""),
+        ttft=_latency_cell(latency.time_to_first_token),
+        tpot=_latency_cell(latency.time_per_output_token),
+        acceptance="" if acceptance is None else f"{acceptance}%",
+        speculation=str(speculation.state) if speculation is not None else "",
+        draft=_short_name(speculation.draft) if speculation is not None else "",
+        kv_fallbacks="" if kv_transfer is None else str(kv_transfer.fallbacks),
+    )
+
+
+def _latency_cell(observations: Sequence[LatencyObservation]) -> str:
+    first = observations[0]
+    observed = "" if first.observed_milliseconds is None else f"{first.observed_milliseconds}ms"
+    if first.objective_milliseconds is None:
+        return observed
+    return f"{observed or '-'}/{first.objective_milliseconds}ms"
+
+
+def _short_name(uri: str | None) -> str:
+    return (uri or "").rstrip("/").rpartition("/")[2]

@@ -1,0 +1,234 @@
+"""Asks every ready serving pod for its statistics, and brings it newer settings.
+
+Nothing here is needed for serving: pods read their settings from a mounted file, and a service whose pods do
+not answer shows no measurements. So a pod that fails to answer costs one log line and is asked again.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from specserve_operator.cluster.protocol import Cluster, ClusterError
+from specserve_operator.constants import LABEL_POOL, RUNTIME_FILE
+from specserve_operator.core.names import Pool, runtime_config_name
+from specserve_operator.core.objects import Manifest, ServiceKey
+from specserve_operator.core.stats import NO_TRANSFERS, KvTransferStats, PodStats
+from specserve_operator.runtime.clock import Clock, sleep
+from specserve_operator.runtime.control_channels import ControlChannels, PodUnreachableError
+from specserve_operator.runtime.history import PodHistory
+from specserve_operator.runtime.wire import (
+    DesiredSpeculation,
+    UnknownSettingError,
+    parse_state_file,
+    pod_stats,
+    settings_request,
+)
+
+_LOG = logging.getLogger(__name__)
+_SERVING_POOLS = frozenset({Pool.PREFILL, Pool.DECODE})
+
+
+@dataclass(frozen=True, slots=True)
+class CollectorOptions:
+    """`stale_seconds`: how long the last answer of a pod that answers no more is still given out."""
+
+    period_seconds: float = 2.0
+    timeout_seconds: float = 2.0
+    max_concurrent_calls: int = 64
+    window_seconds: float = 300.0
+    stale_seconds: float = 15.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """A pod to ask."""
+
+    name: str
+    uid: str
+    ip: str
+    pool: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Service:
+    """What there is of one service: pods to ask, all pods that exist, and what they are to run with."""
+
+    targets: tuple[_Target, ...]
+    pod_uids: frozenset[str]
+    desired: DesiredSpeculation | None
+
+
+@dataclass(slots=True)
+class _Pod:
+    """What is remembered of one pod."""
+
+    history: PodHistory
+    stats: PodStats | None = None
+    answered_at: float = 0.0
+    is_silent: bool = False
+
+
+class StatsCollector:
+    """The latest statistics of every service. `wake` is called with a service whose statistics have changed."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        *,
+        clock: Clock,
+        options: CollectorOptions | None = None,
+        channels: ControlChannels | None = None,
+    ) -> None:
+        self._cluster = cluster
+        self._clock = clock
+        self._options = options or CollectorOptions()
+        self._channels = channels or ControlChannels()
+        self._calls = asyncio.Semaphore(self._options.max_concurrent_calls)
+        self._pods: dict[ServiceKey, dict[str, _Pod]] = {}
+        self._shown: dict[ServiceKey, dict[str, PodStats]] = {}
+        # What pods that are gone have moved: sums over pods must not shrink with them.
+        self._gone: dict[ServiceKey, KvTransferStats] = {}
+        self._hasten = asyncio.Event()
+
+    def pod_stats(self, key: ServiceKey) -> Mapping[str, PodStats]:
+        """Statistics by pod uid, of the pods that answered lately."""
+        oldest = self._clock.time() - self._options.stale_seconds
+        pods = self._pods.get(key, {})
+        return {uid: p.stats for uid, p in pods.items() if p.stats is not None and p.answered_at >= oldest}
+
+    def kv_transfer(self, key: ServiceKey) -> KvTransferStats:
+        """The sum over every pod that has ever answered, those that are silent or gone included: it never shrinks."""
+        total = self._gone.get(key, NO_TRANSFERS)
+        for pod in self._pods.get(key, {}).values():
+            if pod.stats is not None:
+                total = total.merge(pod.stats.kv_transfer)
+        return total
+
+    def hasten(self) -> None:
+        """Asks all pods now rather than at the end of the period: settings have changed."""
+        self._hasten.set()
+
+    async def run(self, stop: asyncio.Event, *, wake: Callable[[ServiceKey], None]) -> None:
+        """Polls until `stop` is set."""
+        try:
+            while not stop.is_set():
+                self._hasten.clear()
+                for key in await self.poll():
+                    wake(key)
+                await self._pause(stop)
+        finally:
+            await self._channels.close()
+
+    async def poll(self) -> list[ServiceKey]:
+        """Asks every pod once. Returns the services whose statistics are not what they were."""
+        try:
+            keys = await self._cluster.list_services()
+            services = {key: _look(await self._cluster.list_owned(key), key) for key in keys}
+        except ClusterError as error:
+            _LOG.warning("statistics were not collected: %s", error)
+            return []
+        self._forget_all_but(services)
+        await self._channels.keep_only({t.ip for service in services.values() for t in service.targets})
+        await asyncio.gather(*(self._ask(key, t, s.desired) for key, s in services.items() for t in s.targets))
+        shown = {key: _shown(self.pod_stats(key)) for key in keys}
+        changed = [key for key in keys if shown[key] != self._shown.get(key, {})]
+        self._shown = shown
+        return changed
+
+    def _forget_all_but(self, services: Mapping[ServiceKey, _Service]) -> None:
+        """Drops services and pods that are gone; a pod that is only not ready keeps its history."""
+        for key in self._pods.keys() - services.keys():
+            del self._pods[key]
+            self._gone.pop(key, None)
+        for key, service in services.items():
+            known = self._pods.setdefault(key, {})
+            for uid in known.keys() - service.pod_uids:
+                if (last := known.pop(uid).stats) is not None:
+                    self._gone[key] = self._gone.get(key, NO_TRANSFERS).merge(last.kv_transfer)
+
+    async def _ask(self, key: ServiceKey, target: _Target, desired: DesiredSpeculation | None) -> None:
+        pods = self._pods[key]
+        pod = pods.setdefault(target.uid, _Pod(PodHistory(window_seconds=self._options.window_seconds)))
+        try:
+            async with self._calls:
+                answer = await self._channels.get_stats(target.ip, timeout_seconds=self._options.timeout_seconds)
+                stats = pod_stats(answer)
+                if stats.pod_uid not in ("", target.uid):
+                    return  # the address belongs to another pod by now
+                if desired is not None and _is_behind(stats, desired, target):
+                    await self._push(target, desired)
+        except (PodUnreachableError, ValueError) as error:
+            if not pod.is_silent:
+                _LOG.warning("pod %s gives no statistics: %s", target.name, error)
+            pod.is_silent = True
+            return
+        pod.is_silent = False
+        pod.answered_at = self._clock.time()
+        own = replace(stats, pod_name=target.name, pod_uid=target.uid)
+        pod.stats = pod.history.add(own, self._clock.time())
+
+    async def _push(self, target: _Target, desired: DesiredSpeculation) -> None:
+        try:
+            request = settings_request(desired)
+        except UnknownSettingError as error:
+            _LOG.warning("pod %s: %s; it reads the setting from its file", target.name, error)
+            return
+        await self._channels.set_speculation(target.ip, request, timeout_seconds=self._options.timeout_seconds)
+
+    async def _pause(self, stop: asyncio.Event) -> None:
+        """Until the period is over, `hasten` or `stop`."""
+        waits = [
+            asyncio.ensure_future(sleep(self._clock, self._options.period_seconds)),
+            asyncio.ensure_future(self._hasten.wait()),
+            asyncio.ensure_future(stop.wait()),
+        ]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.gather(*waits, return_exceptions=True)
+
+
+def _look(owned: Sequence[Manifest], key: ServiceKey) -> _Service:
+    return _Service(
+        targets=tuple(_serving_pods(owned)),
+        pod_uids=frozenset(obj["metadata"].get("uid", "") for obj in owned if obj["kind"] == "Pod"),
+        desired=_desired_speculation(owned, key),
+    )
+
+
+def _serving_pods(owned: Iterable[Manifest]) -> Iterable[_Target]:
+    """Ready prefill and decode pods with an address."""
+    for obj in owned:
+        meta, status = obj["metadata"], obj.get("status") or {}
+        pool = (meta.get("labels") or {}).get(LABEL_POOL, "")
+        if obj["kind"] != "Pod" or pool not in _SERVING_POOLS or not status.get("podIP"):
+            continue
+        conditions = status.get("conditions") or ()
+        if any(c.get("type") == "Ready" and c.get("status") == "True" for c in conditions):
+            yield _Target(name=meta["name"], uid=meta.get("uid", ""), ip=status["podIP"], pool=pool)
+
+
+def _desired_speculation(owned: Iterable[Manifest], key: ServiceKey) -> DesiredSpeculation | None:
+    """What the run-time ConfigMap asks for; None where there is none yet."""
+    name = runtime_config_name(key.name)
+    for obj in owned:
+        if obj["kind"] == "ConfigMap" and obj["metadata"]["name"] == name:
+            try:
+                return parse_state_file((obj.get("data") or {}).get(RUNTIME_FILE, ""))
+            except ValueError as error:
+                _LOG.warning("ConfigMap %s/%s: %s", key.namespace, name, error)
+    return None
+
+
+def _is_behind(stats: PodStats, desired: DesiredSpeculation, target: _Target) -> bool:
+    return target.pool == Pool.DECODE and stats.speculation.generation < desired.generation
+
+
+def _shown(stats: Mapping[str, PodStats]) -> dict[str, PodStats]:
+    """The statistics without what changes though nothing happens."""
+    return {uid: replace(pod, uptime_seconds=0.0) for uid, pod in stats.items()}

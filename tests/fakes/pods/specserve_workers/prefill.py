@@ -1,0 +1,3 @@
+from specserve_workers.pod import main
+
+main("prefill")

@@ -1,0 +1,237 @@
+"""Services, children and snapshots for tests, with everything that a test does not speak of filled in."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from specserve_operator.api.v1alpha1 import SpeculativeService
+from specserve_operator.core.config import OperatorConfig
+from specserve_operator.core.objects import Manifest
+from specserve_operator.core.plan import Plan, plan
+from specserve_operator.core.snapshot import Snapshot, build_snapshot
+from specserve_operator.core.stats import (
+    Histogram,
+    KvTransferStats,
+    PodStats,
+    PolicyStats,
+    RequestStats,
+    SpeculationSettings,
+    SpeculationStats,
+    merge_pool_stats,
+)
+from specserve_operator.render import render
+
+NOW = datetime(2030, 1, 1, 12, 0, 0, tzinfo=UTC)
+CONFIG = OperatorConfig(
+    default_engine_image="registry.test/engine:1", gateway_image="registry.test/gateway:1", operator_version="1.0"
+)
+DRAFT_MODEL = {"method": "DraftModel", "uri": "file:///models/draft"}
+BOUNDS_MS = (10.0, 20.0, 40.0, 80.0)
+
+
+def service_manifest(*, generation: int = 1, status: Mapping[str, Any] | None = None, **spec: Any) -> Manifest:
+    """With a prefill pool, KV caches move unencrypted unless the test says otherwise."""
+    if spec.get("prefill") is not None:
+        spec["kvTransfer"] = {"tls": "Disabled", **spec.get("kvTransfer", {})}
+    return {
+        "apiVersion": "specserve.dev/v1alpha1",
+        "kind": "SpeculativeService",
+        "metadata": {"name": "coder", "namespace": "llm", "uid": "uid-1", "generation": generation},
+        "spec": {"model": {"uri": "file:///models/target"}, **spec},
+        "status": dict(status or {}),
+    }
+
+
+def make_service(**spec: Any) -> SpeculativeService:
+    """`spec` in the manifest's spelling; `generation` and `status` go where they belong."""
+    return SpeculativeService.model_validate(service_manifest(**spec))
+
+
+def disaggregated(**spec: Any) -> SpeculativeService:
+    """Prefill, decode and a draft model."""
+    parts: dict[str, Any] = {"prefill": {"replicas": 1}, "decode": {"replicas": 2}}
+    return make_service(**{**parts, "speculation": {"draft": DRAFT_MODEL}, **spec})
+
+
+def make_snapshot(
+    service: SpeculativeService,
+    children: Sequence[Manifest] = (),
+    *,
+    now: datetime = NOW,
+    stats: Iterable[PodStats] = (),
+    kv_transfer: KvTransferStats | None = None,
+    config: OperatorConfig = CONFIG,
+) -> Snapshot:
+    """`kv_transfer` by default: what the pods of `stats` say, as if there had never been others."""
+    pod_stats = {s.pod_uid: s for s in stats}
+    if kv_transfer is None:
+        kv_transfer = merge_pool_stats(pod_stats.values()).kv_transfer
+    return build_snapshot(service, children, config=config, now=now, pod_stats=pod_stats, kv_transfer=kv_transfer)
+
+
+def make_pod(
+    deployment: Manifest,
+    number: int = 0,
+    *,
+    ready: bool = True,
+    created: datetime = NOW,
+    container: Mapping[str, Any] | None = None,
+    unschedulable: str = "",
+    deleting: bool = False,
+) -> Manifest:
+    """A pod as the cluster makes it from a rendered Deployment. `container` is its container's status."""
+    name = f"{deployment['metadata']['name']}-{number}"
+    template = deployment["spec"]["template"]
+    conditions = [
+        {"type": "PodScheduled", "status": "False" if unschedulable else "True", "message": unschedulable},
+        {"type": "Ready", "status": str(ready), "lastTransitionTime": iso(created)},
+    ]
+    state: dict[str, Any] = {"name": "engine", "ready": ready, "started": ready, "restartCount": 0}
+    state["state"] = {"running": {}}
+    pod: Manifest = {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {
+            "name": name,
+            "namespace": deployment["metadata"]["namespace"],
+            "uid": f"uid-{name}",
+            "labels": template["metadata"]["labels"],
+            "creationTimestamp": iso(created),
+        },
+        "spec": {} if unschedulable else {"nodeName": "node"},
+        "status": {
+            "phase": "Pending" if unschedulable else "Running",
+            "podIP": "" if unschedulable else "10.0.0.1",
+            "conditions": conditions,
+            "containerStatuses": [] if unschedulable else [{**state, **(container or {})}],
+        },
+    }
+    if deleting:
+        pod["metadata"]["deletionTimestamp"] = iso(created)
+    return pod
+
+
+def iso(time: datetime) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def ready_children(service: SpeculativeService, *, config: OperatorConfig = CONFIG) -> list[Manifest]:
+    """What a cluster has once everything that the first plan wants runs."""
+    cluster = FakeCluster()
+    cluster.apply(plan(make_snapshot(service, config=config)))
+    cluster.run_pods()
+    return cluster.children()
+
+
+def pods_of(children: Iterable[Manifest], pool: str) -> list[Manifest]:
+    return [c for c in children if c["kind"] == "Pod" and c["metadata"]["labels"]["specserve.dev/pool"] == pool]
+
+
+def deployments_of(children: Iterable[Manifest], pool: str) -> list[Manifest]:
+    return [c for c in children if c["kind"] == "Deployment" and c["metadata"]["labels"]["specserve.dev/pool"] == pool]
+
+
+class FakeCluster:
+    """Applies plans, and makes pods as Deployments ask: unready first, ready when told."""
+
+    def __init__(self, *, now: datetime = NOW) -> None:
+        self.now = now
+        self._objects: dict[tuple[str, str], Manifest] = {}
+        self._pods: dict[str, list[Manifest]] = {}
+
+    def apply(self, plan_: Plan) -> None:
+        for obj in render(plan_):
+            key = (obj["kind"], obj["metadata"]["name"])
+            created = self._objects.get(key, {"metadata": {}})["metadata"].get("creationTimestamp", iso(self.now))
+            self._objects[key] = {**obj, "metadata": {**obj["metadata"], "creationTimestamp": created}}
+        for ref in plan_.deletions:
+            self._objects.pop((ref.kind, ref.name), None)
+        self._scale()
+
+    def _scale(self) -> None:
+        """As a ReplicaSet does: what is not ready goes first."""
+        deployments = {name: obj for (kind, name), obj in self._objects.items() if kind == "Deployment"}
+        for name in set(self._pods) - set(deployments):
+            del self._pods[name]
+        for name, deployment in deployments.items():
+            pods = sorted(self._pods.get(name, []), key=_is_ready, reverse=True)
+            wanted = deployment["spec"]["replicas"]
+            numbers = iter(
+                n for n in range(1000) if n not in {int(p["metadata"]["name"].rpartition("-")[2]) for p in pods}
+            )
+            while len(pods) < wanted:
+                pods.append(make_pod(deployment, next(numbers), ready=False, created=self.now))
+            self._pods[name] = pods[:wanted]
+
+    def run_pods(self, *, fails: str | None = None) -> None:
+        """Makes every pod ready, but for those whose Deployment's name contains `fails`."""
+        for name, pods in self._pods.items():
+            for pod in pods:
+                if fails is None or fails not in name:
+                    set_ready(pod, True, now=self.now)
+
+    def step(self, service: SpeculativeService, *, fails: str | None = None) -> Plan:
+        """One reconcile, after which pods have had the time to start."""
+        self.now += timedelta(seconds=10)
+        plan_ = plan(make_snapshot(service, self.children(), now=self.now))
+        self.apply(plan_)
+        self.run_pods(fails=fails)
+        return plan_
+
+    def children(self) -> list[Manifest]:
+        return [*self._objects.values(), *(p for pods in self._pods.values() for p in pods)]
+
+    def pods(self, pool: str) -> list[Manifest]:
+        return pods_of(self.children(), pool)
+
+
+def _is_ready(pod: Manifest) -> bool:
+    return any(c["type"] == "Ready" and c["status"] == "True" for c in pod["status"]["conditions"])
+
+
+def set_ready(pod: Manifest, ready: bool, *, now: datetime = NOW) -> None:
+    for condition in pod["status"]["conditions"]:
+        if condition["type"] == "Ready" and condition["status"] != str(ready):
+            condition |= {"status": str(ready), "lastTransitionTime": iso(now)}
+    for container in pod["status"]["containerStatuses"]:
+        container["ready"] = ready
+        container["started"] = container["started"] or ready
+
+
+def decode_stats_of(
+    pod: Manifest,
+    *,
+    transfers: int = 0,
+    fallbacks: Mapping[str, int] | None = None,
+    drafted: int = 0,
+    accepted: int = 0,
+    verified: int = 0,
+    ttft_counts: Sequence[int] = (),
+    tpot_counts: Sequence[int] = (),
+    policy: str = "DSDE",
+) -> PodStats:
+    """What a decode pod answers; histograms over `BOUNDS_MS`."""
+    return PodStats(
+        pod_name=pod["metadata"]["name"],
+        pod_uid=pod["metadata"]["uid"],
+        pool=pod["metadata"]["labels"]["specserve.dev/pool"],
+        revision=pod["metadata"]["labels"]["specserve.dev/revision"],
+        requests=RequestStats(
+            started=sum(ttft_counts),
+            succeeded=sum(ttft_counts),
+            time_to_first_token=Histogram(BOUNDS_MS, tuple(ttft_counts)) if ttft_counts else Histogram(),
+            time_per_output_token=Histogram(BOUNDS_MS, tuple(tpot_counts)) if tpot_counts else Histogram(),
+            prompt_tokens=100 * sum(ttft_counts),
+        ),
+        speculation=SpeculationStats(
+            in_force=SpeculationSettings(policy=policy, max_tokens=8),
+            started_max_tokens=8,
+            by_policy=((policy, PolicyStats(verified, drafted, accepted)),),
+        ),
+        kv_transfer=KvTransferStats(
+            remote_prefills=transfers,
+            loaded_tokens=100 * transfers,
+            loaded_bytes=1000 * transfers,
+            fallbacks=tuple(sorted((fallbacks or {}).items())),
+        ),
+    )

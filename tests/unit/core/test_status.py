@@ -1,0 +1,463 @@
+"""The status says what is there: readiness, progress, measurements, and times that move only on a flip."""
+
+from collections.abc import Iterable, Sequence
+from datetime import datetime, timedelta
+from typing import Any
+
+import pytest
+
+from specserve_operator.api.conditions import ConditionType
+from specserve_operator.api.status import ServiceStatus
+from specserve_operator.core.config import OperatorConfig
+from specserve_operator.core.measurements import round_significant
+from specserve_operator.core.objects import ApplyFailure, Manifest, ObjectRef
+from specserve_operator.core.plan import plan
+from specserve_operator.core.stats import PodStats
+from specserve_operator.core.status import compute_status
+from tests.unit.core.builders import (
+    DRAFT_MODEL,
+    NOW,
+    FakeCluster,
+    decode_stats_of,
+    deployments_of,
+    disaggregated,
+    iso,
+    make_pod,
+    make_service,
+    make_snapshot,
+    pods_of,
+    ready_children,
+    set_ready,
+)
+
+Status = dict[str, Any]
+
+
+def status_of(
+    spec: dict[str, Any],
+    children: Sequence[Manifest],
+    *,
+    previous: Status | None = None,
+    now: datetime = NOW,
+    stats: Iterable[PodStats] = (),
+    failures: Sequence[ApplyFailure] = (),
+) -> Status:
+    """The status of a disaggregated service with `spec`; checked against its model."""
+    snapshot = make_snapshot(disaggregated(status=previous or {}, **spec), children, now=now, stats=stats)
+    status = compute_status(snapshot, plan(snapshot), failures)
+    validated = ServiceStatus.model_validate(status).to_manifest()
+    assert {name: validated[name] for name in status} == status
+    return status
+
+
+def condition(status: Status, type_: str) -> dict[str, Any]:
+    return next(c for c in status["conditions"] if c["type"] == type_)
+
+
+def verdict(status: Status, type_: str) -> tuple[str, str]:
+    found = condition(status, type_)
+    return found["status"], found["reason"]
+
+
+def pool(status: Status, name: str) -> dict[str, Any]:
+    return next(p for p in status["pools"] if p["name"] == name)
+
+
+# Readiness
+
+
+def test_every_condition_is_there_from_the_first_pass() -> None:
+    status = status_of({}, [])
+    assert [c["type"] for c in status["conditions"]] == [str(t) for t in ConditionType]
+    unknown = {c["type"] for c in status["conditions"] if c["status"] == "Unknown"}
+    assert {"Ready", "GatewayReady", "PrefillReady", "DecodeReady", "KVTransferReady"} <= unknown
+    assert verdict(status, "Ready") == ("Unknown", "Pending")
+    assert verdict(status, "Progressing") == ("True", "RolloutInProgress")
+
+
+def test_a_service_with_all_its_pods_is_ready() -> None:
+    status = status_of({}, ready_children(disaggregated()))
+    assert verdict(status, "Ready") == ("True", "AllPoolsReady")
+    assert verdict(status, "Progressing") == ("False", "RolloutComplete")
+    assert pool(status, "decode") | {"revision": ""} == {
+        "name": "decode",
+        "desired": 2,
+        "replicas": 2,
+        "ready": 2,
+        "updated": 2,
+        "revision": "",
+        "reason": "PodsReady",
+    }
+    assert status["columns"]["decode"] == "2/2"
+    assert status["endpoint"] == "http://coder-gateway.llm.svc"
+
+
+def test_a_new_generation_is_not_ready_while_only_old_pods_serve() -> None:
+    children = ready_children(disaggregated())
+    status = status_of({"generation": 2, "model": {"uri": "file:///models/b"}}, children)
+    assert status["observedGeneration"] == 2
+    assert verdict(status, "Ready") == ("False", "RolloutInProgress")
+    assert (pool(status, "decode")["ready"], pool(status, "decode")["updated"]) == (2, 0)
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_a_service_is_ready_only_with_exactly_the_wanted_pods(replicas: int) -> None:
+    children = ready_children(disaggregated(decode={"replicas": 2}))
+    assert verdict(status_of({"decode": {"replicas": replicas}}, children), "Ready")[0] == "False"
+
+
+def test_leftovers_of_evictions_do_not_count() -> None:
+    children = ready_children(disaggregated())
+    evicted = make_pod(deployments_of(children, "decode")[0], 9, ready=False)
+    evicted["status"] |= {"phase": "Failed", "reason": "Evicted"}
+    status = status_of({}, [*children, evicted])
+    assert verdict(status, "Ready") == ("True", "AllPoolsReady")
+    assert pool(status, "decode")["replicas"] == 2
+
+
+def test_a_run_time_change_keeps_the_service_ready() -> None:
+    children = ready_children(disaggregated())
+    spec = {"generation": 2, "speculation": {"draft": DRAFT_MODEL, "mode": "Never"}}
+    status = status_of(spec, children)
+    assert verdict(status, "Ready") == ("True", "AllPoolsReady")
+    assert verdict(status, "SpeculationEffective") == ("False", "ModeNever")
+
+
+def test_one_gateway_pod_is_enough_for_the_gateway_but_not_for_the_service() -> None:
+    children = ready_children(disaggregated(gateway={"replicas": 2}))
+    set_ready(pods_of(children, "gateway")[0], False)
+    status = status_of({"gateway": {"replicas": 2}}, children)
+    assert verdict(status, "GatewayReady") == ("True", "PodsReady")
+    assert verdict(status, "Ready") == ("False", "ModelLoading")
+
+
+def test_the_reason_of_a_failing_pool_is_that_of_the_service() -> None:
+    children = ready_children(disaggregated())
+    pod = pods_of(children, "prefill")[0]
+    set_ready(pod, False)
+    pod["status"]["containerStatuses"][0] |= {
+        "state": {"waiting": {"reason": "CrashLoopBackOff"}},
+        "lastState": {"terminated": {"exitCode": 1, "message": "error: --model: there is no folder /x"}},
+    }
+    status = status_of({}, children)
+    assert verdict(status, "PrefillReady") == ("False", "ModelLoadFailed")
+    assert verdict(status, "Ready") == ("False", "ModelLoadFailed")
+    assert condition(status, "Ready")["message"] == "prefill: 0 of 1 pods are ready: --model: there is no folder /x"
+
+
+def test_a_pool_without_prefill_is_not_configured() -> None:
+    children = ready_children(disaggregated(prefill=None))
+    status = status_of({"prefill": None}, children)
+    assert verdict(status, "PrefillReady") == ("True", "NotConfigured")
+    assert verdict(status, "KVTransferReady") == ("True", "NotConfigured")
+    assert verdict(status, "Ready") == ("True", "AllPoolsReady")
+    assert "kvTransfer" not in status
+
+
+def test_a_service_scaled_to_zero_serves_nobody() -> None:
+    spec = {"prefill": {"replicas": 0}, "decode": {"replicas": 0}}
+    status = status_of(spec, ready_children(disaggregated(**spec)))
+    assert verdict(status, "Ready") == ("False", "ScaledToZero")
+    assert verdict(status, "DecodeReady") == ("True", "ScaledToZero")
+
+
+GATEWAY_SERVICE = ObjectRef("v1", "Service", "llm", "coder-gateway")
+
+
+def test_a_refused_object_makes_a_service_unready_though_all_its_pods_run() -> None:
+    failure = ApplyFailure(ObjectRef("v1", "ConfigMap", "llm", "coder-runtime"), "quota exceeded")
+    status = status_of({}, ready_children(disaggregated()), failures=[failure])
+    assert verdict(status, "Ready") == ("False", "ApplyFailed")
+    assert condition(status, "Ready")["message"] == "ConfigMap coder-runtime: quota exceeded"
+    assert verdict(status, "GatewayReady") == ("True", "PodsReady")
+
+
+def test_a_refused_service_of_the_gateway_makes_the_gateway_unready_too() -> None:
+    failures = [ApplyFailure(GATEWAY_SERVICE, "port 80 is taken")]
+    for children in ([], ready_children(disaggregated())):
+        status = status_of({}, children, failures=failures)
+        assert verdict(status, "Ready") == ("False", "ApplyFailed")
+        assert verdict(status, "GatewayReady") == ("False", "ApplyFailed")
+        assert condition(status, "GatewayReady")["message"] == "Service coder-gateway: port 80 is taken"
+
+
+def test_a_gateway_whose_port_nobody_listens_on_is_not_ready() -> None:
+    children = ready_children(disaggregated())
+    good = status_of({}, children)
+    service = next(c for c in children if ObjectRef.of(c) == GATEWAY_SERVICE)
+    service["status"] = {
+        "conditions": [
+            {"type": "Listening", "status": "False", "reason": "PortUnavailable", "message": "port 80 is taken"}
+        ]
+    }
+    status = status_of({}, children, previous=good)
+    assert verdict(status, "GatewayReady") == ("False", "PortUnavailable")
+    assert verdict(status, "Ready") == ("False", "PortUnavailable")
+    assert condition(status, "Ready")["message"] == "gateway: port 80 is taken"
+    service["status"] = {}
+    assert status_of({}, children, previous=status) == good
+
+
+# Times and repetition
+
+
+def test_nothing_changes_while_nothing_happens() -> None:
+    children = ready_children(disaggregated())
+    stats = [
+        decode_stats_of(p, transfers=3, drafted=500, accepted=200, verified=100) for p in pods_of(children, "decode")
+    ]
+    first = status_of({}, children, stats=stats)
+    later = status_of({}, children, previous=first, now=NOW + timedelta(hours=3), stats=stats)
+    assert later == first
+
+
+def test_the_transition_time_moves_only_when_the_status_flips() -> None:
+    children = ready_children(disaggregated())
+    first = status_of({}, children)
+    set_ready(pods_of(children, "decode")[0], False)
+    later = NOW + timedelta(minutes=5)
+    second = status_of({}, children, previous=first, now=later)
+    assert condition(second, "Ready")["lastTransitionTime"] == iso(later)
+    assert condition(second, "PrefillReady")["lastTransitionTime"] == iso(NOW)
+    set_ready(pods_of(children, "decode")[1], False)
+    third = status_of({}, children, previous=second, now=later + timedelta(minutes=5))
+    assert condition(third, "Ready")["message"] != condition(second, "Ready")["message"]
+    assert condition(third, "Ready")["lastTransitionTime"] == iso(later)
+
+
+def test_a_status_of_a_newer_operator_is_no_obstacle() -> None:
+    newer = {"conditions": [{"type": "Ready", "status": "Perhaps", "reason": "Sunspots"}], "pools": None}
+    status = status_of({}, ready_children(disaggregated()), previous=newer)
+    assert verdict(status, "Ready") == ("True", "AllPoolsReady")
+
+
+# Progress
+
+
+def test_a_rollout_without_progress_stalls_and_moves_on_when_it_does() -> None:
+    spec = {"rollout": {"progressDeadlineSeconds": 60}}
+    cluster = FakeCluster()
+    cluster.apply(plan(make_snapshot(disaggregated(**spec))))
+    first = status_of(spec, cluster.children())
+    assert verdict(first, "Progressing") == ("True", "RolloutInProgress")
+    late = NOW + timedelta(seconds=61)
+    stalled = status_of(spec, cluster.children(), previous=first, now=late)
+    assert verdict(stalled, "Progressing") == ("False", "RolloutStalled")
+    again = status_of(spec, cluster.children(), previous=stalled, now=late + timedelta(seconds=30))
+    assert verdict(again, "Progressing") == ("False", "RolloutStalled")
+    cluster.now = late + timedelta(seconds=40)
+    set_ready(cluster.pods("prefill")[0], True, now=cluster.now)
+    moving = status_of(spec, cluster.children(), previous=again, now=cluster.now)
+    # The prefill pool moved; the decode pool has had no progress for longer than the deadline.
+    assert verdict(moving, "Progressing") == ("False", "RolloutStalled")
+    for pod in cluster.pods("decode") + cluster.pods("gateway"):
+        set_ready(pod, True, now=cluster.now)
+    done = status_of(spec, cluster.children(), previous=moving, now=cluster.now)
+    assert verdict(done, "Progressing") == ("False", "RolloutComplete")
+
+
+def test_a_pod_that_fails_after_the_rollout_is_no_rollout() -> None:
+    children = ready_children(disaggregated())
+    first = status_of({}, children)
+    set_ready(pods_of(children, "decode")[0], False)
+    second = status_of({}, children, previous=first, now=NOW + timedelta(days=1))
+    assert verdict(second, "Progressing") == ("False", "RolloutComplete")
+    assert verdict(second, "Ready")[0] == "False"
+
+
+def test_going_back_to_an_old_revision_starts_the_deadline_anew() -> None:
+    """Its workload may be older than the deadline."""
+    spec = {"rollout": {"progressDeadlineSeconds": 60}}
+    children = ready_children(disaggregated())
+    done = status_of(spec, children)
+    started = NOW + timedelta(hours=1)
+    to_b = status_of({**spec, "model": {"uri": "file:///models/b"}}, children, previous=done, now=started)
+    assert verdict(to_b, "Progressing") == ("True", "RolloutInProgress")
+    later = started + timedelta(seconds=30)
+    back = status_of({**spec, "decode": {"replicas": 3}}, children, previous=to_b, now=later)
+    assert verdict(back, "Progressing") == ("True", "RolloutInProgress")
+    stuck = status_of({**spec, "decode": {"replicas": 3}}, children, previous=back, now=started + timedelta(hours=1))
+    assert verdict(stuck, "Progressing") == ("False", "RolloutStalled")
+
+
+# Measurements
+
+
+def decode_stats(children: Sequence[Manifest], **stats: Any) -> list[PodStats]:
+    return [decode_stats_of(pods_of(children, "decode")[0], **stats)]
+
+
+def test_kv_transfer_is_ready_once_tokens_were_loaded() -> None:
+    children = ready_children(disaggregated())
+    idle = status_of({}, children, stats=decode_stats(children))
+    assert verdict(idle, "KVTransferReady") == ("Unknown", "NoTraffic")
+    moved = status_of({}, children, previous=idle, stats=decode_stats(children, transfers=2))
+    assert verdict(moved, "KVTransferReady") == ("True", "Transferring")
+    assert moved["kvTransfer"] == {"transfers": 2, "fallbacks": 0, "bytes": 2000, "tokens": 200}
+
+
+def test_kv_transfer_fails_when_there_are_only_fallbacks_and_recovers_with_the_next_transfer() -> None:
+    children = ready_children(disaggregated())
+    good = status_of({}, children, stats=decode_stats(children, transfers=2))
+    bad = status_of({}, children, previous=good, stats=decode_stats(children, transfers=2, fallbacks={"connect": 3}))
+    assert verdict(bad, "KVTransferReady") == ("False", "TransferFailing")
+    assert condition(bad, "KVTransferReady")["message"] == "decode pods prefill for themselves (connect 3)"
+    assert bad["columns"]["kvFallbacks"] == "3"
+    # Without traffic the last word stands.
+    same = status_of({}, children, previous=bad, stats=decode_stats(children, transfers=2, fallbacks={"connect": 3}))
+    assert verdict(same, "KVTransferReady") == ("False", "TransferFailing")
+    back = status_of({}, children, previous=same, stats=decode_stats(children, transfers=4, fallbacks={"connect": 3}))
+    assert verdict(back, "KVTransferReady") == ("True", "Transferring")
+
+
+def test_kv_transfer_names_the_missing_prefill_pods() -> None:
+    children = ready_children(disaggregated())
+    good = status_of({}, children, stats=decode_stats(children, transfers=2))
+    set_ready(pods_of(children, "prefill")[0], False)
+    assert verdict(status_of({}, children, previous=good), "KVTransferReady") == ("False", "NoPrefillPeers")
+
+
+def test_silent_pods_leave_the_totals_and_make_the_conditions_unknown() -> None:
+    children = ready_children(disaggregated())
+    good = status_of({}, children, stats=decode_stats(children, transfers=2, drafted=500, accepted=300, verified=100))
+    silent = status_of({}, children, previous=good)
+    assert verdict(silent, "KVTransferReady") == ("Unknown", "MetricsStale")
+    assert verdict(silent, "SpeculationEffective") == ("Unknown", "MetricsStale")
+    assert silent["kvTransfer"] == good["kvTransfer"]
+
+
+@pytest.mark.parametrize(
+    ("drafted", "accepted", "expected"),
+    [
+        (0, 0, ("Unknown", "NoTraffic")),
+        (100, 60, ("Unknown", "TooFewSamples")),
+        (1000, 100, ("False", "LowAcceptance")),
+        (1000, 620, ("True", "DraftsAccepted")),
+    ],
+)
+def test_speculation_is_judged_by_its_acceptance(drafted: int, accepted: int, expected: tuple[str, str]) -> None:
+    children = ready_children(disaggregated())
+    stats = decode_stats(children, drafted=drafted, accepted=accepted, verified=drafted // 4)
+    assert verdict(status_of({}, children, stats=stats), "SpeculationEffective") == expected
+
+
+def test_the_speculation_status_has_the_pods_numbers() -> None:
+    children = ready_children(disaggregated())
+    stats = [decode_stats_of(p, drafted=400, accepted=248, verified=100) for p in pods_of(children, "decode")]
+    status = status_of({}, children, stats=stats)
+    assert status["speculation"] == {
+        "state": "On",
+        "reason": "DraftsAccepted",
+        "policy": "DSDE",
+        "acceptancePercent": 62,
+        "meanAcceptedLength": "3.5",
+        "draft": "file:///models/draft",
+    }
+    cells = status["columns"]
+    assert (cells["acceptance"], cells["speculation"], cells["draft"]) == ("62%", "On", "draft")
+
+
+def test_speculation_is_off_while_the_pods_say_so() -> None:
+    children = ready_children(disaggregated())
+    status = status_of({}, children, stats=decode_stats(children, policy="Off"))
+    assert status["speculation"]["state"] == "Off"
+
+
+OBJECTIVES = {
+    "timeToFirstToken": [{"percentile": 90, "milliseconds": 50, "millisecondsPerThousandInputTokens": 100}],
+    "timePerOutputToken": [{"percentile": 50, "milliseconds": 15}],
+}
+
+
+@pytest.mark.parametrize(
+    ("ttft", "tpot", "expected"),
+    [
+        ((0, 0, 0, 0, 0), (0, 0, 0, 0, 0), ("Unknown", "NoTraffic")),
+        ((5, 0, 0, 0, 0), (5, 0, 0, 0, 0), ("Unknown", "TooFewSamples")),
+        ((100, 0, 0, 0, 0), (0, 100, 0, 0, 0), ("True", "ObjectivesMet")),
+        ((100, 0, 0, 0, 0), (0, 0, 100, 0, 0), ("False", "ObjectiveMissed")),
+    ],
+)
+def test_objectives_are_judged_by_their_percentiles(
+    ttft: tuple[int, ...], tpot: tuple[int, ...], expected: tuple[str, str]
+) -> None:
+    children = ready_children(disaggregated())
+    stats = decode_stats(children, ttft_counts=ttft, tpot_counts=tpot)
+    assert verdict(status_of({"objectives": OBJECTIVES}, children, stats=stats), "ObjectivesMet") == expected
+
+
+def test_latency_is_shown_against_its_objective() -> None:
+    children = ready_children(disaggregated())
+    stats = decode_stats(children, ttft_counts=(100, 0, 0, 0, 0), tpot_counts=(0, 100, 0, 0, 0))
+    status = status_of({"objectives": OBJECTIVES}, children, stats=stats)
+    (ttft,) = status["latency"]["timeToFirstToken"]
+    assert ttft == {
+        "percentile": 90,
+        "observedMilliseconds": 9,
+        "objectiveMilliseconds": 60,  # 50 ms and 100 ms for each 1000 tokens of prompts of 100
+        "samples": 100,
+        "windowSeconds": 300,
+    }
+    assert (status["columns"]["ttft"], status["columns"]["tpot"]) == ("9ms/60ms", "15ms/15ms")
+
+
+def test_latency_without_objectives_is_shown_alone() -> None:
+    children = ready_children(disaggregated())
+    status = status_of({}, children, stats=decode_stats(children, ttft_counts=(0, 0, 10, 0, 0)))
+    assert status["latency"]["timeToFirstToken"][0]["percentile"] == 90
+    assert status["columns"]["ttft"] == "38ms"
+    assert verdict(status, "ObjectivesMet") == ("True", "NotConfigured")
+
+
+@pytest.mark.parametrize(
+    ("value", "rounded"), [(0.2, 1), (7.6, 8), (38.4, 38), (99.7, 100), (523.0, 520), (1499.0, 1500)]
+)
+def test_milliseconds_are_rounded_to_two_digits(value: float, rounded: int) -> None:
+    assert round_significant(value) == rounded
+
+
+# Scaling, endpoint, invalid specs
+
+
+def test_a_change_of_size_is_kept_in_the_history_newest_first() -> None:
+    first = status_of({}, ready_children(disaggregated()))
+    assert first["scalingHistory"] == []
+    second = status_of({"decode": {"replicas": 3}}, ready_children(disaggregated()), previous=first)
+    third = status_of(
+        {"decode": {"replicas": 5}}, ready_children(disaggregated()), previous=second, now=NOW + timedelta(hours=1)
+    )
+    steps = [(d["fromReplicas"], d["toReplicas"], d["reason"]) for d in third["scalingHistory"]]
+    assert steps == [(3, 5, "SpecChanged"), (2, 3, "SpecChanged")]
+    assert third["scalingHistory"][1] == second["scalingHistory"][0]
+
+
+def test_decisions_that_another_version_has_written_are_left_out() -> None:
+    first = status_of({}, ready_children(disaggregated()))
+    second = status_of({"decode": {"replicas": 3}}, ready_children(disaggregated()), previous=first)
+    (known,) = second["scalingHistory"]
+    history = [{**known, "reason": "Sunspots"}, known, "text", {"pool": "decode"}]
+    third = status_of({"decode": {"replicas": 3}}, [], previous={**second, "scalingHistory": history})
+    assert third["scalingHistory"] == [known]
+
+
+def test_on_one_machine_the_endpoint_is_this_machine() -> None:
+    service = make_service(gateway={"port": 8080})
+    snapshot = make_snapshot(service, config=OperatorConfig("e", "g", "1", local=True))
+    assert compute_status(snapshot, plan(snapshot))["endpoint"] == "http://127.0.0.1:8080"
+
+
+def test_an_invalid_spec_is_reported_and_what_runs_stays_shown() -> None:
+    children = ready_children(disaggregated())
+    good = status_of({}, children)
+    bad = status_of({"generation": 2, "model": {"uri": "s3://bucket/x"}}, children, previous=good)
+    assert verdict(bad, "Ready") == ("False", "InvalidSpec")
+    assert condition(bad, "Ready")["message"].startswith("spec.model.uri: s3:// is not supported")
+    assert bad["observedGeneration"] == 2
+    assert bad["pools"] == good["pools"]
+    assert verdict(bad, "DecodeReady") == ("True", "PodsReady")
+
+
+def test_an_invalid_spec_of_a_new_service_has_all_conditions() -> None:
+    status = status_of({"model": {"uri": "s3://bucket/x"}}, [])
+    assert {c["type"] for c in status["conditions"]} == {str(t) for t in ConditionType}
+    assert verdict(status, "DecodeReady") == ("Unknown", "Pending")

@@ -1,0 +1,272 @@
+"""Statistics of pods: who is asked, what is kept, who is woken, and what is pushed."""
+
+import asyncio
+from collections.abc import Collection
+
+from specserve_operator.constants import LABEL_POOL, LABEL_SERVICE
+from specserve_operator.core.objects import ObjectRef, ServiceKey
+from specserve_operator.runtime.collector import CollectorOptions, StatsCollector
+from specserve_operator.runtime.control_channels import PodUnreachableError
+from specserve_protos.v1alpha1 import control_pb2 as pb
+from tests.fakes.clock import FakeClock, settle
+from tests.fakes.cluster import MemoryCluster
+
+SERVICE = {"metadata": {"name": "tiny"}, "spec": {}}
+STATE = """{"generation": 2, "speculation":
+  {"policy": "Off", "cap": "None", "minTokens": 0, "maxTokens": 8, "staticTokens": 0}}"""
+
+
+class FakeChannels:
+    """Pods by address: what they answer, or that they do not."""
+
+    def __init__(self) -> None:
+        self.answers: dict[str, pb.GetStatsResponse | None] = {}
+        self.pushed: list[tuple[str, pb.SetSpeculationRequest]] = []
+        self.kept: set[str] = set()
+        self.asked: list[str] = []
+        self.is_closed = False
+        self.running = self.most_running = 0
+
+    async def get_stats(self, pod_ip: str, *, timeout_seconds: float) -> pb.GetStatsResponse:
+        self.asked.append(pod_ip)
+        self.running += 1
+        self.most_running = max(self.most_running, self.running)
+        await asyncio.sleep(0)
+        self.running -= 1
+        answer = self.answers.get(pod_ip)
+        if answer is None:
+            raise PodUnreachableError("UNAVAILABLE")
+        return answer
+
+    async def set_speculation(
+        self, pod_ip: str, request: pb.SetSpeculationRequest, *, timeout_seconds: float
+    ) -> pb.SetSpeculationResponse:
+        self.pushed.append((pod_ip, request))
+        return pb.SetSpeculationResponse(applied=True)
+
+    async def keep_only(self, pod_ips: Collection[str]) -> None:
+        self.kept = set(pod_ips)
+
+    async def close(self) -> None:
+        self.is_closed = True
+
+
+class World:
+    """A service with pods, a clock and a collector."""
+
+    def __init__(self, **options: float) -> None:
+        self.cluster, self.clock, self.channels = MemoryCluster(), FakeClock(), FakeChannels()
+        self.key = self.cluster.put(SERVICE)
+        self.collector = StatsCollector(
+            self.cluster,
+            clock=self.clock,
+            options=CollectorOptions(**options),  # type: ignore[arg-type]
+            channels=self.channels,  # type: ignore[arg-type]
+        )
+
+    def pod(self, name: str, ip: str, *, pool: str = "decode", ready: bool = True) -> None:
+        pod = self.cluster.add_pod(name, self.key, labels={LABEL_POOL: pool}, ready=ready)
+        pod["status"]["podIP"] = ip
+        self.answer(name, ip)
+
+    def answer(
+        self, name: str, ip: str, *, started: int = 0, uptime: float = 1.0, generation: int = 2, transfers: int = 0
+    ) -> None:
+        self.channels.answers[ip] = pb.GetStatsResponse(
+            pod_uid=f"uid-{name}",
+            uptime_seconds=uptime,
+            requests=pb.RequestStats(started=started),
+            speculation=pb.SpeculationStats(generation=generation),
+            kv_transfer=pb.KvTransferStats(remote_prefills=transfers),
+        )
+
+    def runtime_state(self, text: str = STATE) -> None:
+        config_map = {
+            "apiVersion": "v1",
+            "kind": "ConfigMap",
+            "metadata": {"name": "tiny-runtime", "labels": {LABEL_SERVICE: "tiny"}},
+            "data": {"state.json": text},
+        }
+        self.cluster.objects[ObjectRef.of(config_map)] = config_map
+
+    def transfers(self) -> int:
+        return self.collector.kv_transfer(self.key).remote_prefills
+
+    def started(self) -> dict[str, int]:
+        return {uid: stats.requests.started for uid, stats in self.collector.pod_stats(self.key).items()}
+
+
+async def test_ready_serving_pods_are_asked_and_no_others() -> None:
+    world = World()
+    world.pod("d", "10.0.0.1")
+    world.pod("p", "10.0.0.2", pool="prefill")
+    world.pod("g", "10.0.0.3", pool="gateway")
+    world.pod("starting", "10.0.0.4", ready=False)
+    await world.collector.poll()
+    assert sorted(world.channels.asked) == ["10.0.0.1", "10.0.0.2"]
+    assert world.channels.kept == {"10.0.0.1", "10.0.0.2"}
+    assert set(world.started()) == {"uid-d", "uid-p"}
+
+
+async def test_a_service_is_woken_when_its_statistics_change_and_not_by_mere_time() -> None:
+    world = World()
+    world.pod("d", "10.0.0.1")
+    assert await world.collector.poll() == [world.key]
+    world.answer("d", "10.0.0.1", uptime=3.0)
+    assert await world.collector.poll() == []
+    world.answer("d", "10.0.0.1", uptime=5.0, started=1)
+    assert await world.collector.poll() == [world.key]
+
+
+async def test_one_dead_pod_does_not_hide_the_others() -> None:
+    world = World()
+    world.pod("a", "10.0.0.1")
+    world.pod("b", "10.0.0.2")
+    world.channels.answers["10.0.0.1"] = None
+    await world.collector.poll()
+    assert set(world.started()) == {"uid-b"}
+
+
+async def test_the_last_answer_of_a_silent_pod_is_kept_for_a_while_only() -> None:
+    world = World(stale_seconds=15.0)
+    world.pod("a", "10.0.0.1")
+    await world.collector.poll()
+    world.channels.answers["10.0.0.1"] = None
+    world.clock.advance(14.0)
+    await world.collector.poll()
+    assert set(world.started()) == {"uid-a"}
+    world.clock.advance(2.0)
+    assert await world.collector.poll() == [world.key]  # so that the status stops showing it
+    assert world.started() == {}
+
+
+async def test_totals_do_not_fall_when_a_pod_is_restarted() -> None:
+    world = World()
+    world.pod("a", "10.0.0.1")
+    world.answer("a", "10.0.0.1", started=7, uptime=100.0)
+    await world.collector.poll()
+    world.channels.answers["10.0.0.1"] = None
+    await world.collector.poll()
+    world.answer("a", "10.0.0.1", started=1, uptime=2.0)
+    await world.collector.poll()
+    assert world.started() == {"uid-a": 8}
+
+
+async def test_a_pod_that_is_long_not_ready_keeps_its_totals_and_one_that_is_replaced_does_not() -> None:
+    world = World()
+    world.pod("a", "10.0.0.1")
+    world.answer("a", "10.0.0.1", started=7, uptime=100.0)
+    await world.collector.poll()
+    world.pod("a", "10.0.0.1", ready=False)
+    world.clock.advance(3600.0)
+    await world.collector.poll()
+    world.pod("a", "10.0.0.1")
+    world.answer("a", "10.0.0.1", started=1, uptime=2.0)
+    await world.collector.poll()
+    assert world.started() == {"uid-a": 8}
+    world.cluster.objects.clear()
+    world.pod("b", "10.0.0.1")
+    await world.collector.poll()
+    assert world.started() == {"uid-b": 0}
+
+
+async def test_the_sum_of_transfers_keeps_pods_that_are_silent_or_gone_but_no_service_that_is() -> None:
+    world = World(stale_seconds=15.0)
+    world.pod("a", "10.0.0.1")
+    world.answer("a", "10.0.0.1", transfers=3)
+    world.pod("b", "10.0.0.2")
+    world.answer("b", "10.0.0.2", transfers=4)
+    await world.collector.poll()
+    world.channels.answers["10.0.0.1"] = None
+    world.clock.advance(60.0)
+    await world.collector.poll()
+    assert (set(world.started()), world.transfers()) == ({"uid-b"}, 7)
+    world.answer("a", "10.0.0.1", transfers=5, uptime=90.0)
+    await world.collector.poll()
+    assert world.transfers() == 9
+    del world.cluster.objects[ObjectRef("v1", "Pod", world.key.namespace, "b")]
+    await world.collector.poll()
+    assert (set(world.started()), world.transfers()) == ({"uid-a"}, 9)
+    world.cluster.remove(world.key)
+    await world.collector.poll()
+    assert world.transfers() == 0
+
+
+async def test_an_answer_from_another_pod_at_the_same_address_is_not_taken() -> None:
+    world = World()
+    world.pod("a", "10.0.0.1")
+    world.answer("somebody-else", "10.0.0.1", started=5)
+    await world.collector.poll()
+    assert world.started() == {}
+
+
+async def test_settings_are_pushed_to_decode_pods_that_are_behind() -> None:
+    world = World()
+    world.runtime_state()
+    world.pod("behind", "10.0.0.1")
+    world.answer("behind", "10.0.0.1", generation=1)
+    world.pod("current", "10.0.0.2")
+    world.pod("prefill", "10.0.0.3", pool="prefill")
+    world.answer("prefill", "10.0.0.3", generation=0)
+    await world.collector.poll()
+    ((address, request),) = world.channels.pushed
+    assert address == "10.0.0.1"
+    assert request.generation == 2
+    assert request.settings.policy == pb.LENGTH_POLICY_OFF
+
+
+async def test_a_broken_state_file_pushes_nothing_and_statistics_still_come() -> None:
+    world = World()
+    world.runtime_state("{")
+    world.pod("a", "10.0.0.1")
+    await world.collector.poll()
+    assert world.channels.pushed == []
+    assert set(world.started()) == {"uid-a"}
+
+
+async def test_calls_are_bounded() -> None:
+    world = World(max_concurrent_calls=3)
+    for i in range(10):
+        world.pod(f"p{i}", f"10.0.0.{i}")
+    await world.collector.poll()
+    assert len(world.channels.asked) == 10
+    assert world.channels.most_running == 3
+
+
+async def test_a_cluster_that_cannot_be_listed_costs_one_round() -> None:
+    world = World()
+    world.pod("a", "10.0.0.1")
+    world.cluster.fail_next("list_services")
+    assert await world.collector.poll() == []
+    assert await world.collector.poll() == [world.key]
+
+
+async def test_services_that_are_gone_are_forgotten() -> None:
+    world = World()
+    world.pod("a", "10.0.0.1")
+    await world.collector.poll()
+    world.cluster.remove(world.key)
+    await world.collector.poll()
+    assert world.collector.pod_stats(world.key) == {}
+
+
+async def test_running_polls_every_period_at_once_when_hastened_and_ends_with_closed_channels() -> None:
+    world = World(period_seconds=2.0)
+    world.pod("a", "10.0.0.1")
+    stop, woken = asyncio.Event(), list[ServiceKey]()
+    task = asyncio.create_task(world.collector.run(stop, wake=woken.append))
+    await settle()
+    assert len(world.channels.asked) == 1
+    world.clock.advance(1.0)
+    await settle()
+    assert len(world.channels.asked) == 1
+    world.collector.hasten()
+    await settle()
+    assert len(world.channels.asked) == 2
+    world.clock.advance(2.0)
+    await settle()
+    assert len(world.channels.asked) == 3
+    assert woken == [world.key]
+    stop.set()
+    await asyncio.wait_for(task, timeout=5)
+    assert world.channels.is_closed
