@@ -4,7 +4,7 @@ SHELL := /bin/bash
 BIN := .venv/bin
 PY_DIRS := operator workers tests examples bench hack
 
-.PHONY: help setup demo test unit lint type generate verify lock format bench clean models
+.PHONY: help setup demo test e2e unit lint type generate verify lock format bench clean models
 
 help: ## Lists the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | column -t -s $$'\t'
@@ -15,8 +15,11 @@ setup: ## Makes .venv (done by every other target too)
 demo: setup ## Serves a model on this machine, sends requests, prints what happened (MODEL=qwen: a real pair)
 	@$(BIN)/python -m examples.demo --model $(or $(MODEL),tiny)
 
-test: setup ## All tests: unit, component, contract, engine, end to end
-	@$(BIN)/python hack/test.py
+test: setup ## Unit, contract, component and engine tests
+	@$(BIN)/python hack/test.py fast engine
+
+e2e: setup ## A whole service with real engines: failures and operations (about 8 minutes)
+	@$(BIN)/python hack/test.py e2e
 
 unit: setup ## The fast half of the tests
 	@$(BIN)/pytest tests/unit tests/contract -q

@@ -68,20 +68,6 @@ def test_prefill_killed_while_it_works_changes_no_text(service: LocalService, re
         assert answers.result() == reference
 
 
-def test_decode_killed_before_the_first_token_costs_no_request(
-    service: LocalService, reference: dict[str, str]
-) -> None:
-    victim = service.pods("decode")[0]
-    # A stopped pod accepts connections and never answers: every request it gets is still without a first token.
-    service.kill(victim, signal.SIGSTOP)
-    with ThreadPoolExecutor(1) as pool:
-        answers = pool.submit(complete_all, service, list(reference))
-        time.sleep(1.0)
-        service.kill(victim)
-        assert answers.result() == reference
-    assert complete_all(service, list(reference)) == reference, "requests after the kill"
-
-
 def read_and_kill(service: LocalService, body: dict[str, object], received: bytearray) -> None:
     """Reads a stream into `received` and kills all decode pods at its first chunk."""
     with httpx.stream("POST", f"{service.url}/v1/completions", json=body, timeout=120) as response:
