@@ -11,7 +11,6 @@ The answer is one line that begins with `=> `; everything else on standard outpu
 """
 
 import json
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -27,9 +26,11 @@ def engine_arguments(config: dict[str, Any]) -> dict[str, Any]:
     from specserve_workers.vllm import launch
 
     arguments: dict[str, Any] = dict(config["engine"])
+    platform = launch.detect_platform()
+    if platform is launch.Platform.CPU or config["hooks"]:
+        # On CPUs with and without hooks, so that only the hooks differ.
+        launch.prepare_environment(platform)
     if config["hooks"]:
-        platform = launch.detect_platform()
-        os.environ.update(launch.engine_environment(platform))
         arguments["worker_cls"] = launch.WORKER_CLASSES[platform]
         if platform is launch.Platform.CUDA:
             arguments["async_scheduling"] = False

@@ -28,8 +28,9 @@ class Engine:
             "HF_HUB_OFFLINE": "1",
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_LOGGING_LEVEL": "WARNING",
-            # One process per engine: what is compared is the engine, not its message queues.
+            # One process and one thread per engine: what is compared is the engine, not its message queues.
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "OMP_NUM_THREADS": "1",
         }
         self.process = subprocess.Popen(
             [sys.executable, "-m", "bench.engine_process", json.dumps({"engine": engine, "hooks": hooks})],

@@ -7,7 +7,6 @@ a time. Their output is printed when they end. The exit code is 0 only if every 
 """
 
 import argparse
-import os
 import re
 import subprocess
 import sys
@@ -20,8 +19,6 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 GROUPS = ("fast", "engine", "e2e")
 FAST = ("tests/unit", "tests/contract", "tests/component")
-# Engines pin themselves to the first processor and wait by spinning, as if each had the machine for itself.
-SHARED_MACHINE = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +45,6 @@ def run_pytest(name: str, paths: Sequence[str], *, show_live: bool) -> Result:
     process = subprocess.Popen(
         command,
         cwd=ROOT,
-        env=os.environ | SHARED_MACHINE,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Make the tiny target and draft models of the demo and of the tests, from Python's own standard library.
 
-Run without options to train both models on one CPU core (about twenty minutes) and to write
+Run without options to train both models on one CPU core (about forty minutes) and to write
 
 * ``models/target``: a Llama model of about 5 million parameters,
 * ``models/draft``: a Llama model of about 1 million parameters, distilled on the target,
@@ -45,10 +45,10 @@ class Recipe:
     """How much to train: steps are optimiser steps, windows are sequences of ``WINDOW`` tokens."""
 
     seed: int = 20240917
-    target_steps: int = 1000
+    target_steps: int = 2600
     target_batch: int = 4
     target_rate: float = 2e-3
-    draft_steps: int = 400
+    draft_steps: int = 1000
     draft_batch: int = 8
     draft_rate: float = 4e-3
     written_windows: int = 1024  # windows half text, half by the target, on which the draft learns
@@ -212,7 +212,7 @@ A chat template writes each message as a comment, `# user: ...`, for servers tha
 
 ## How they were made
 
-By `make_models.py`, one folder up, on one CPU core in about twenty minutes. The target is trained on the
+By `make_models.py`, one folder up, on one CPU core in about forty minutes. The target is trained on the
 text; the draft is distilled on the target, over windows of which the first half is text and the second half
 is what the target writes after it. One file in sixteen, chosen by a hash of its path, is held out of
 everything, the tokenizer included. `../prompts.jsonl` is cut from such files by `make_prompts.py`.

@@ -60,7 +60,9 @@ def http_server(text: str, **fields: Any) -> Manifest:
     return python(HTTP_SERVER, "$(POD_IP)", text, env=[POD_IP], ports=ports, **fields)
 
 
-def deployment(name: str, *containers: Manifest, replicas: int = 1, **pod_spec: Any) -> Manifest:
+def deployment(
+    name: str, *containers: Manifest, replicas: int = 1, pod_labels: dict[str, str] | None = None, **pod_spec: Any
+) -> Manifest:
     labels = {"app": name}
     return {
         "apiVersion": "apps/v1",
@@ -69,7 +71,10 @@ def deployment(name: str, *containers: Manifest, replicas: int = 1, **pod_spec: 
         "spec": {
             "replicas": replicas,
             "selector": {"matchLabels": labels},
-            "template": {"metadata": {"labels": labels}, "spec": {"containers": list(containers), **pod_spec}},
+            "template": {
+                "metadata": {"labels": {**labels, **(pod_labels or {})}},
+                "spec": {"containers": list(containers), **pod_spec},
+            },
         },
     }
 

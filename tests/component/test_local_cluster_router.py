@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import os
+import signal
 from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -11,9 +13,13 @@ import aiohttp
 import pytest
 
 from specserve_operator.cluster.local import LocalCluster
+from specserve_operator.core.launch import GatewayLaunch
+from specserve_operator.core.names import Pool, selector
+from specserve_operator.render.gateway import router_flags
 from tests.component.local_cluster_support import (
     OPTIONS,
     POD_IP,
+    Manifest,
     container,
     deployment,
     eventually,
@@ -25,9 +31,9 @@ from tests.component.local_cluster_support import (
     service,
 )
 
-# A decode pod as the router sees one: healthy, and answers completions with its own address.
+# A decode pod as the router sees one: healthy, and answers completions with its own address, or as the prompt says.
 DECODE = """
-import http.server, json, os, sys
+import http.server, json, os, sys, time
 class Handler(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     def answer(self, status, body):
@@ -41,7 +47,12 @@ class Handler(http.server.BaseHTTPRequestHandler):
         ready = self.path != "/ready" or not os.path.exists("draining")
         self.answer(200 if ready else 503, {"data": [{"id": "m"}]})
     def do_POST(self):
-        self.rfile.read(int(self.headers["Content-Length"]))
+        prompt = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["prompt"]
+        if prompt == "error":
+            return self.answer(500, {"error": {}})
+        if prompt == "slow":
+            open("working", "a").close()
+            time.sleep(3)
         self.answer(200, {"object": "text_completion", "model": "m", "choices": [{"index": 0, "text": sys.argv[1]}]})
     def log_message(self, *args): pass
 http.server.ThreadingHTTPServer((sys.argv[1], 8000), Handler).serve_forever()
@@ -53,20 +64,19 @@ PROBE = {"periodSeconds": 1, "failureThreshold": 1}
 def decode(replicas: int) -> dict[str, Any]:
     ports = [{"name": "http", "containerPort": 8000}]
     probe = {**PROBE, "httpGet": {"path": "/ready", "port": "http"}}
-    return deployment(
-        "decode", python(DECODE, "$(POD_IP)", env=[POD_IP], ports=ports, readinessProbe=probe), replicas=replicas
-    )
+    engine = python(DECODE, "$(POD_IP)", env=[POD_IP], ports=ports, readinessProbe=probe)
+    return deployment("decode", engine, replicas=replicas, pod_labels=selector("tiny", Pool.DECODE))
 
 
 def gateway() -> dict[str, Any]:
-    arguments = [
-        *("--service-discovery", "--selector", "app=decode"),
-        *("--service-discovery-port", "8000", "--service-discovery-namespace", "default"),
-        *("--host", "$(POD_IP)", "--port", "8000", "--prometheus-host", "$(POD_IP)", "--policy", "round_robin"),
-    ]
+    launch = GatewayLaunch(
+        service="tiny", namespace="default", image="", drain_timeout_seconds=1, template=None, local=True
+    )
     ports = [{"name": "http", "containerPort": 8000}]
     probe = {**PROBE, "httpGet": {"path": "/readiness", "port": "http"}}
-    router = container("vllm-router", *arguments, name="gateway", env=[POD_IP], ports=ports, readinessProbe=probe)
+    router = container(
+        "vllm-router", *router_flags(launch), name="gateway", env=[POD_IP], ports=ports, readinessProbe=probe
+    )
     return deployment("gateway", router, serviceAccountName="gateway")
 
 
@@ -84,13 +94,27 @@ class Client:
         except (aiohttp.ClientError, json.JSONDecodeError):
             return set()
 
+    async def knows(self, expected: set[str], *, timeout_seconds: float = 15.0) -> None:
+        """Waits until these are the pods that the gateway sends requests to."""
+
+        async def equal() -> bool:
+            return await self.workers() == expected
+
+        await eventually(equal, timeout_seconds=timeout_seconds)
+
+    async def ask(self, prompt: str) -> tuple[int, str]:
+        """(status, address of the pod that answered)"""
+        body = {"model": "m", "prompt": prompt, "max_tokens": 1}
+        async with self._session.post(f"{self._url}/v1/completions", json=body) as response:
+            answer = await response.json()
+            return response.status, answer["choices"][0]["text"] if response.status == 200 else ""
+
     async def answers(self, count: int) -> Counter[str]:
         texts: Counter[str] = Counter()
         for _ in range(count):
-            body = {"model": "m", "prompt": "x", "max_tokens": 1}
-            async with self._session.post(f"{self._url}/v1/completions", json=body) as response:
-                assert response.status == 200
-                texts[(await response.json())["choices"][0]["text"]] += 1
+            status, text = await self.ask("x")
+            assert status == 200
+            texts[text] += 1
         return texts
 
 
@@ -100,30 +124,64 @@ async def cluster(tmp_path: Path) -> AsyncIterator[LocalCluster]:
         yield running
 
 
-async def test_router_follows_pods_as_they_come_drain_and_go(cluster: LocalCluster) -> None:
+@pytest.fixture
+async def client(cluster: LocalCluster) -> AsyncIterator[Client]:
+    """A gateway that knows two decode pods."""
     port = free_port()
     for obj in (*pod_reader_role("gateway"), service("tiny-gateway", "gateway", port=port), decode(2), gateway()):
         await cluster.apply(obj)
-    running = await ready_pods(cluster, "decode", 2)
-    addresses = {pod["status"]["podIP"] for pod in running}
     async with aiohttp.ClientSession() as session:
         client = Client(session, port)
+        await client.knows(addresses(await ready_pods(cluster, "decode", 2)), timeout_seconds=40)
+        yield client
 
-        async def knows(expected: set[str]) -> bool:
-            return await client.workers() == expected
 
-        await eventually(lambda: knows(addresses), timeout_seconds=40)
-        assert set(await client.answers(8)) == addresses
-        draining, staying = running
-        switch = cluster.state.pod("default", draining["metadata"]["name"]) / "work" / "draining"
-        switch.touch()
-        await eventually(lambda: knows({staying["status"]["podIP"]}))
-        assert set(await client.answers(4)) == {staying["status"]["podIP"]}
-        switch.unlink()
-        await eventually(lambda: knows(addresses))
-        await cluster.apply(decode(1))
-        await eventually(lambda: len(pods(cluster, "decode")) == 1)
-        (left,) = pods(cluster, "decode")
-        await eventually(lambda: knows({left["status"]["podIP"]}))
-        results = await asyncio.gather(client.answers(4), client.answers(4))
-        assert sum(results, Counter()) == {left["status"]["podIP"]: 8}
+def addresses(found: list[Manifest]) -> set[str]:
+    return {pod["status"]["podIP"] for pod in found}
+
+
+def work_folder(cluster: LocalCluster, pod: Manifest) -> Path:
+    return cluster.state.pod("default", pod["metadata"]["name"]) / "work"
+
+
+def kill(pod: Manifest) -> None:
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and entry.name != str(os.getpid()):
+            command = (entry / "cmdline").read_bytes().split(b"\0") if (entry / "cmdline").exists() else []
+            if pod["status"]["podIP"].encode() in command:
+                os.kill(int(entry.name), signal.SIGKILL)
+
+
+async def test_router_follows_pods_as_they_come_drain_and_go(cluster: LocalCluster, client: Client) -> None:
+    draining, staying = pods(cluster, "decode")
+    assert set(await client.answers(8)) == addresses([draining, staying])
+    switch = work_folder(cluster, draining) / "draining"
+    switch.touch()
+    await client.knows(addresses([staying]))
+    assert set(await client.answers(4)) == addresses([staying])
+    switch.unlink()
+    await client.knows(addresses([draining, staying]))
+    await cluster.apply(decode(1))
+    await eventually(lambda: len(pods(cluster, "decode")) == 1)
+    (left,) = pods(cluster, "decode")
+    await client.knows(addresses([left]))
+    results = await asyncio.gather(client.answers(4), client.answers(4))
+    assert sum(results, Counter()) == {left["status"]["podIP"]: 8}
+
+
+async def test_killing_a_pod_costs_no_request_that_has_no_answer_yet(cluster: LocalCluster, client: Client) -> None:
+    killed, staying = pods(cluster, "decode")
+    waiting = [asyncio.create_task(client.ask("slow")) for _ in range(8)]
+    await eventually(lambda: all((work_folder(cluster, pod) / "working").exists() for pod in (killed, staying)))
+    kill(killed)
+    later = [asyncio.create_task(client.ask("x")) for _ in range(8)]
+    answers = await asyncio.gather(*waiting, *later)
+    assert Counter(status for status, _ in answers) == {200: 16}
+    await client.knows(addresses([killed, staying]))
+    assert set(await client.answers(4)) == addresses([killed, staying])
+
+
+async def test_requests_that_fail_take_no_pod_from_the_others(cluster: LocalCluster, client: Client) -> None:
+    failed = await asyncio.gather(*(client.ask("error") for _ in range(24)))
+    assert Counter(status for status, _ in failed) == {500: 24}
+    assert set(await client.answers(8)) == addresses(pods(cluster, "decode"))

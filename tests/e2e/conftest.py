@@ -19,8 +19,6 @@ ROOT = Path(__file__).resolve().parents[2]
 MODELS = ROOT / "examples" / "tiny" / "models"
 CLI = Path(sys.executable).with_name("specserve")
 START_TIMEOUT_SECONDS = 600
-# Scheduler and worker in one process: four engines on two processors must not wait for themselves by spinning.
-ONE_PROCESS = ["--distributed-executor-backend", "uni"]
 
 
 def free_port() -> int:
@@ -44,16 +42,10 @@ def eventually(check: Callable[[], Any], *, timeout_seconds: float, what: str) -
 def tiny_manifest(name: str, *, port: int, prefill: int = 1, decode: int = 2) -> dict[str, Any]:
     """The tiny pair in float32, where equal means equal: rounding cannot hide or make a difference."""
     args = ["--dtype", "float32", "--enforce-eager", "--block-size", "32", "--max-model-len", "2048"]
-    # Engines bind themselves to processors as if they were alone; here four share two.
-    environment = [
-        {"name": "VLLM_CPU_OMP_THREADS_BIND", "value": "nobind"},
-        {"name": "OMP_NUM_THREADS", "value": "1"},
-        {"name": "VLLM_ENABLE_V1_MULTIPROCESSING", "value": "0"},
-    ]
-    template = {"spec": {"containers": [{"name": "engine", "env": environment}]}}
+    template = {"spec": {"containers": [{"name": "engine", "resources": {"limits": {"cpu": "1"}}}]}}
     spec: dict[str, Any] = {
         "model": {"uri": f"file://{MODELS}/target"},
-        "engine": {"args": [*args, "--max-num-seqs", "16", "--kv-cache-memory-bytes", "268435456", *ONE_PROCESS]},
+        "engine": {"args": [*args, "--max-num-seqs", "16", "--kv-cache-memory-bytes", "268435456"]},
         "speculation": {
             "draft": {"method": "DraftModel", "uri": f"file://{MODELS}/draft"},
             "length": {"policy": "DSDE", "cap": "Mean", "min": 0, "max": 4},

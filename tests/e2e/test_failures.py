@@ -68,6 +68,20 @@ def test_prefill_killed_while_it_works_changes_no_text(service: LocalService, re
         assert answers.result() == reference
 
 
+def test_decode_killed_before_the_first_token_costs_no_request(
+    service: LocalService, reference: dict[str, str]
+) -> None:
+    killed = service.pods("decode")[0]
+    # Stopped first, so that the kill meets requests that wait for their first token.
+    service.kill(killed, signal.SIGSTOP)
+    with ThreadPoolExecutor(1) as pool:
+        answers = pool.submit(complete_all, service, list(reference))
+        time.sleep(1.0)
+        service.kill(killed)
+        assert answers.result() == reference
+    assert complete_all(service, list(reference)) == reference
+
+
 def read_and_kill(service: LocalService, body: dict[str, object], received: bytearray) -> None:
     """Reads a stream into `received` and kills all decode pods at its first chunk."""
     with httpx.stream("POST", f"{service.url}/v1/completions", json=body, timeout=120) as response:

@@ -21,8 +21,6 @@ ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
     "OMP_NUM_THREADS": "1",
-    # Several engines may run at once: none is to pin itself to the first processor.
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "TOKENIZERS_PARALLELISM": "false",
 }
 # The engine's own: none of them is about our code.
@@ -180,7 +178,6 @@ def start_engine(models: Models, *, draft: Path | None, **options: Any) -> Engin
 
     defaults: dict[str, Any] = {
         "worker_cls": WORKER_CLASSES["cpu"],
-        "distributed_executor_backend": "uni",
         "dtype": "float32",
         "enforce_eager": True,
         "block_size": 32,
@@ -197,8 +194,12 @@ def start_engine(models: Models, *, draft: Path | None, **options: Any) -> Engin
 @pytest.fixture(scope="module")
 def engine_environment() -> Iterator[None]:
     """Environment of an engine in this process; restored afterwards, since other tests start servers."""
+    from specserve_workers.vllm.launch import Platform, prepare_environment
+
+    environment = dict(ENVIRONMENT)
+    prepare_environment(Platform.CPU, environ=environment)
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in {**ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}.items():
+        for name, value in environment.items():
             patch.setenv(name, value)
         yield
 

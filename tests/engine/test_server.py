@@ -59,15 +59,11 @@ class Pod:
         command += ["--revision", "r1", "--target-revision", "t1", "--host", self.host, "--kv-lease-seconds", "8"]
         command += ["--runtime-state", str(self.folder / "state.json"), "--drain-timeout-seconds", "60", *self.flags]
         command += ["--", "--enforce-eager", "--block-size", "32", "--max-model-len", "1024", "--dtype", "float32"]
-        command += ["--distributed-executor-backend", "uni"]
         environ = os.environ | {
             "HF_HUB_OFFLINE": "1",
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "OMP_NUM_THREADS": "1",
-            # Two engines on two processors: scheduler and worker share a process, else they spin for each other.
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "SPECSERVE_HOSTS_DIR": str(self.folder),
             "POD_NAME": f"tiny-{self.module}-1",
         }

@@ -16,8 +16,10 @@ from specserve_operator.render.pod import (
 
 # A request may take this long in all. Longer than any drain, so the drain decides.
 REQUEST_TIMEOUT_SECONDS = 1800
-# The router counts tries, not retries: a request is tried on at most two pods.
+# The router counts tries, not retries: a request is tried on at most two pods, since it may be what kills them.
 TRIES = 2
+# Before the second try. By then a dead pod has left the list of pods: sooner, the try may go to the dead one again.
+RETRY_DELAY_MILLISECONDS = 1500
 # Until every node has heard that the pod is leaving, new connections still arrive.
 STOP_DELAY_SECONDS = 5
 
@@ -28,7 +30,7 @@ def render_gateway_pod(launch: GatewayLaunch) -> dict[str, Any]:
         "name": GATEWAY_CONTAINER,
         "image": launch.image,
         "command": ["vllm-router"],
-        "args": _router_flags(launch),
+        "args": router_flags(launch),
         "env": [field_env("POD_IP", "status.podIP")],
         "ports": [port("http", PORT_HTTP), port("metrics", PORT_GATEWAY_METRICS)],
         "startupProbe": http_probe("/liveness", period_seconds=2, timeout_seconds=5, failures=60),
@@ -54,7 +56,8 @@ def render_gateway_pod(launch: GatewayLaunch) -> dict[str, Any]:
     return pod
 
 
-def _router_flags(launch: GatewayLaunch) -> list[str]:
+def router_flags(launch: GatewayLaunch) -> list[str]:
+    """Arguments of `vllm-router`; `$(POD_IP)` is for the kubelet to fill in."""
     decode_labels = selector(launch.service, Pool.DECODE)
     return [
         *("--host", "$(POD_IP)"),
@@ -73,5 +76,11 @@ def _router_flags(launch: GatewayLaunch) -> list[str]:
         *("--health-failure-threshold", "2"),
         *("--health-success-threshold", "1"),
         *("--retry-max-retries", str(TRIES)),
+        *("--retry-initial-backoff-ms", str(RETRY_DELAY_MILLISECONDS)),
+        *("--retry-max-backoff-ms", str(RETRY_DELAY_MILLISECONDS)),
+        *("--retry-jitter-factor", "0"),
+        # It counts a pod's answers, not its health: five requests that a pod answers with 500 would take that pod from
+        # everyone for a minute, and one client could so take them all. Probes and discovery find the dead ones.
+        "--disable-circuit-breaker",
         *("--request-timeout-secs", str(REQUEST_TIMEOUT_SECONDS)),
     ]

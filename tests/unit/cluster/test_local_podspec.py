@@ -13,6 +13,7 @@ from specserve_operator.cluster.local.podspec import (
     PodConfigError,
     base_environment,
     expand,
+    limit_environment,
     plan_launch,
     resolve_env,
     resolve_port,
@@ -170,3 +171,28 @@ def test_pod_that_reads_pods_sees_no_proxy() -> None:
     inherited = {"PATH": "/bin", "HTTPS_PROXY": "http://proxy:3128", "all_proxy": "http://proxy:3128"}
     env = base_environment(inherited, python_folder=Path("/venv/bin"), reads_pods=True)
     assert env.keys() == {"PATH", "PYTHONUNBUFFERED"}
+
+
+@pytest.mark.parametrize(("limit", "threads"), [("1", "1"), (4, "4"), ("2500m", "2"), ("100m", "1"), ("1.5", "1")])
+def test_a_cpu_limit_limits_threads(limit: str | int, threads: str) -> None:
+    assert limit_environment({"name": "engine", "resources": {"limits": {"cpu": limit}}}) == {
+        "OMP_NUM_THREADS": threads
+    }
+
+
+def test_the_containers_own_variables_win_over_its_limit(tmp_path: Path) -> None:
+    container = {
+        "name": "engine",
+        "command": ["true"],
+        "resources": {"limits": {"cpu": "2"}},
+        "env": [{"name": "OMP_NUM_THREADS", "value": "3"}],
+    }
+    planned = plan_launch(POD, container, mounts=[], base_env={}, read_config=nothing, working_dir=tmp_path)
+    assert planned.env["OMP_NUM_THREADS"] == "3"
+
+
+@pytest.mark.parametrize("limit", ["many", "-1", "2 CPUs"])
+def test_a_wrong_cpu_limit_is_named(tmp_path: Path, limit: str) -> None:
+    container = {"name": "engine", "command": ["true"], "resources": {"limits": {"cpu": limit}}}
+    with pytest.raises(PodConfigError, match="resources of container engine is malformed"):
+        plan_launch(POD, container, mounts=[], base_env={}, read_config=nothing, working_dir=tmp_path)

@@ -1,12 +1,16 @@
 import json
+import os
+from pathlib import Path
 
 import pytest
 
+from specserve_workers.vllm import launch
+from specserve_workers.vllm.cores import count_cores
 from specserve_workers.vllm.launch import (
     OWNED_FLAGS,
     WORKER_CLASSES,
     Platform,
-    engine_environment,
+    prepare_environment,
     speculation_engine_args,
 )
 
@@ -41,8 +45,70 @@ def test_the_draft_model_goes_into_the_speculative_config() -> None:
 def test_the_cuda_build_is_held_to_the_v1_runner_and_synchronous_scheduling() -> None:
     flags = speculation_engine_args(None, None, max_draft_tokens=0, platform=Platform.CUDA)
     assert flags == ["--worker-cls", WORKER_CLASSES["cuda"], "--no-async-scheduling"]
-    assert engine_environment(Platform.CUDA) == {"VLLM_USE_V2_MODEL_RUNNER": "0"}
-    assert engine_environment(Platform.CPU) == {}
+    environ = {"VLLM_USE_V2_MODEL_RUNNER": "1"}
+    prepare_environment(Platform.CUDA, environ=environ)
+    assert environ == {"VLLM_USE_V2_MODEL_RUNNER": "0"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "threads"),
+    [
+        ([], "8"),
+        (["--dtype", "float32", "--tensor-parallel-size", "2"], "4"),
+        (["-tp=4", "--max-num-seqs=2"], "2"),
+        (["--tensor_parallel_size", "16"], "1"),
+        (["-tp", "many"], "8"),
+    ],
+)
+def test_engines_on_cpus_share_their_machine(
+    monkeypatch: pytest.MonkeyPatch, arguments: list[str], threads: str
+) -> None:
+    monkeypatch.setattr(launch, "count_cores", lambda: 8)
+    environ: dict[str, str] = {}
+    prepare_environment(Platform.CPU, arguments, environ=environ)
+    assert environ == {
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "OMP_NUM_THREADS": threads,
+        "OMP_WAIT_POLICY": "PASSIVE",
+    }
+
+
+def test_what_the_user_says_of_threads_stays() -> None:
+    environ = {"VLLM_CPU_OMP_THREADS_BIND": "0-3", "OMP_NUM_THREADS": "3"}
+    prepare_environment(Platform.CPU, environ=environ)
+    assert (environ["VLLM_CPU_OMP_THREADS_BIND"], environ["OMP_NUM_THREADS"]) == ("0-3", "3")
+
+
+@pytest.fixture
+def four_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Eight processors, two to a core."""
+    for cpu in range(8):
+        topology = tmp_path / f"cpu{cpu}" / "topology"
+        topology.mkdir(parents=True)
+        (topology / "thread_siblings_list").write_text(f"{cpu % 4},{cpu % 4 + 4}\n")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("limit", "cores"),
+    [
+        ("max 100000", 4),
+        ("250000 100000", 2),
+        ("50000 100000", 1),
+        ("1600000 100000", 4),
+        ("", 4),
+        ("100000 0", 4),
+    ],
+)
+def test_cores_are_counted_within_the_limit_of_the_container(four_cores: Path, limit: str, cores: int) -> None:
+    (four_cores / "cpu.max").write_text(limit)
+    assert count_cores(cpu_folder=four_cores, cgroup_limit=four_cores / "cpu.max") == cores
+
+
+def test_processors_of_unknown_topology_count_as_cores(four_cores: Path, tmp_path: Path) -> None:
+    assert count_cores(cpu_folder=tmp_path / "none", cgroup_limit=tmp_path / "none") == 8
 
 
 def test_every_flag_that_is_set_here_is_owned() -> None:

@@ -1,8 +1,8 @@
 """Flags and environment with which a vLLM engine must be started for the speculation hooks to work.
 
-For the server: put `speculation_engine_args(...)` before the user's engine arguments and `engine_environment(...)` into
-the environment before vllm is imported. The worker class is always ours, also for engines without a drafter (prefill
-pods, services without speculation), so that these methods always answer on `collective_rpc`:
+For the server: put `speculation_engine_args(...)` behind the user's engine arguments and call
+`prepare_environment(...)` before vllm is imported. The worker class is always ours, also for engines without a drafter
+(prefill pods, services without speculation), so that these methods always answer on `collective_rpc`:
 
     set_speculation(settings: dict, generation: int) -> dict   {"applied": bool, "generation": int, "in_force": dict}
     speculation_stats() -> dict                                the fields of `SpeculationStats` in control.proto;
@@ -16,9 +16,14 @@ The worker listens to `specserve_workers.kv.foreign_blocks`: the KV connector ca
 on every rank with every block of a pull (also of a failed one) before the request is reported as received.
 """
 
+import argparse
 import json
+import os
+from collections.abc import MutableMapping, Sequence
 from enum import StrEnum
 from typing import Final
+
+from specserve_workers.vllm.cores import count_cores
 
 WORKER_CLASSES: Final = {
     "cpu": "specserve_workers.vllm.worker.SpeculativeCPUWorker",
@@ -64,13 +69,37 @@ def detect_platform() -> Platform:
     return Platform.CPU
 
 
-def engine_environment(platform: Platform) -> dict[str, str]:
-    """Environment variables the engine needs; to be set before vllm is imported.
+def prepare_environment(
+    platform: Platform, engine_args: Sequence[str] = (), *, environ: MutableMapping[str, str] = os.environ
+) -> None:
+    """Puts what an engine needs into the environment; to be called before vllm is imported.
 
-    The hooks are written for the engine's V1 model runner. The CUDA build would choose the V2 runner, whose drafter and
+    On CUDA: the hooks are written for the V1 model runner. The build would choose the V2 runner, whose drafter and
     sampler are other classes; the CPU build has only V1 (no Triton).
+
+    On CPUs: what suits an engine that shares its machine, unless the environment says otherwise. An engine by itself
+    binds its threads to processors as if it were alone, so two engines would share one and leave the others idle; and
+    scheduler and worker wait for each other by spinning in two processes (executor `mp`), which one process (`uni`)
+    does not. With `VLLM_ENABLE_V1_MULTIPROCESSING` the CPU build makes `mp` of `uni`; the server keeps its engine in a
+    process of its own either way.
     """
-    return {"VLLM_USE_V2_MODEL_RUNNER": "0"} if platform is Platform.CUDA else {}
+    if platform is Platform.CUDA:
+        environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+        return
+    environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    environ.setdefault("OMP_NUM_THREADS", str(max(1, count_cores() // tensor_parallel_size(engine_args))))
+    environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+def tensor_parallel_size(engine_args: Sequence[str]) -> int:
+    """Found without the engine's own parser, which may only be imported later; 1 where it is not clear."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("-tp", "--tensor-parallel-size", "--tensor_parallel_size", type=int, default=1, dest="size")
+    try:
+        return max(1, parser.parse_known_args(list(engine_args))[0].size)
+    except argparse.ArgumentError:
+        return 1
 
 
 def engine_flags(platform: Platform) -> list[str]:

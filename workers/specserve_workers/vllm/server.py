@@ -27,7 +27,7 @@ from specserve_workers.frontend.prefill_client import PrefillClient
 from specserve_workers.model_files import ModelFiles, check_draft_fits, read_config
 from specserve_workers.speculation.settings import BatchCap, PolicyName, SpeculationSettings
 from specserve_workers.startup import EXIT_TERMINATED, EXIT_USAGE, StartupError, report_failure
-from specserve_workers.vllm.launch import detect_platform, engine_environment
+from specserve_workers.vllm.launch import detect_platform, prepare_environment
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -55,7 +55,7 @@ def serve(flags: ServingFlags) -> int:
     read_config(target)
     if flags.draft is not None:
         check_draft_fits(target, ModelFiles("--draft-model", flags.draft.model, flags.draft.model_revision))
-    os.environ.update(engine_environment(detect_platform()))
+    prepare_environment(detect_platform(), flags.engine_args)
     _silence_resource_tracker()
     # The engine is imported only now: it reads its environment when it is.
     import uvloop

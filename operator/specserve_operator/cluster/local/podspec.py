@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from specserve_operator.core.objects import Manifest
 
 _REFERENCE = re.compile(r"\$(\$|\(([^()$]+)\))")
+_CPU_QUANTITY = re.compile(r"(\d+(?:\.\d+)?)(m?)")  # the forms people write of those that Kubernetes reads
 _MAP_FIELD = re.compile(r"metadata\.(labels|annotations)\['([^']+)'\]")
 
 _PROXY_VARIABLES = frozenset({"http_proxy", "https_proxy", "all_proxy"})
@@ -75,7 +76,9 @@ def plan_launch(
     """
     with explained(f"env of container {container['name']}"):
         own = resolve_env(pod, container, read_config=read_config)
-    env = {**base_env, **{name: to_local_path(value, mounts) for name, value in own.items()}}
+    with explained(f"resources of container {container['name']}"):
+        limits = limit_environment(container)
+    env = {**base_env, **limits, **{name: to_local_path(value, mounts) for name, value in own.items()}}
     argv = resolve_command([*container.get("command", ()), *container.get("args", ())], own, mounts)
     if not container.get("command"):
         raise PodConfigError(
@@ -84,6 +87,18 @@ def plan_launch(
     directory = container.get("workingDir")
     local_dir = Path(to_local_path(directory, mounts)) if directory else working_dir
     return Launch(argv=argv, env=env, working_dir=local_dir if local_dir.is_dir() else working_dir)
+
+
+def limit_environment(container: Mapping[str, Any]) -> dict[str, str]:
+    """What stands for the container's CPU limit: nothing enforces it here, but OpenMP starts no more threads."""
+    limit = ((container.get("resources") or {}).get("limits") or {}).get("cpu")
+    if limit is None:
+        return {}
+    match = _CPU_QUANTITY.fullmatch(str(limit))
+    if match is None:
+        raise ValueError(f"cpu limit {limit}")
+    cpus = float(match[1]) / (1000 if match[2] else 1)
+    return {"OMP_NUM_THREADS": str(max(1, int(cpus)))}
 
 
 def resolve_command(words: Sequence[str], variables: Mapping[str, str], mounts: Sequence[Mount]) -> tuple[str, ...]:
