@@ -1,13 +1,14 @@
 """F1-F3: what the gateway, the hooks and `Off` cost, each as a ratio of interleaved rounds.
 
-    python -m bench.serving [--rounds N] [--only F1,F2,F3]
+    python -m bench.serving [--rounds N] [--pairs N] [--only F1,F2,F3]
 
 F1  tokens/s through gateway and decode pod (local prefill) over the same pod called directly          >= 0.95
 F2  tokens/s with our hooks, policy Static k, over the stock engine's draft_model with the same k      >= 0.98
 F3  tokens/s with our hooks, policy Off, over an engine that was started without any drafter           >= 0.97
 
 F2 and F3 compare engines in processes of their own, offline, that take turns; greedy, so both do the same work, which
-is checked. F1 sends requests over HTTP to the running service, by turns to the gateway and to the pod.
+is checked. Every pair of processes gives one ratio. F1 sends requests over HTTP to the running service, by turns to the
+gateway and to the pod.
 """
 
 import argparse
@@ -16,8 +17,10 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,7 @@ import yaml
 
 from bench.engines import Engine
 from bench.pairs import Claim, paired_ratio, write_results
+from bench.plots import plot_ratios
 from examples.load import Prompt, read_prompts, send_all
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
@@ -32,7 +36,8 @@ CLI = Path(sys.executable).with_name("specserve")
 BARS = {"F1": 0.95, "F2": 0.98, "F3": 0.97}
 DRAFT_TOKENS = 4
 BATCHES = (1, 8)
-MAX_TOKENS = 96
+MAX_TOKENS = 64
+PAIR_ROUNDS = 5
 F1_PORT = 8090
 STATIC = {"policy": "Static", "cap": "None", "minTokens": 0, "maxTokens": 4, "staticTokens": DRAFT_TOKENS}
 OFF = {"policy": "Off", "cap": "None", "minTokens": 0, "maxTokens": 4, "staticTokens": 0}
@@ -42,7 +47,7 @@ def engine_config(*, draft: bool) -> dict[str, Any]:
     """Arguments of vllm.LLM for the tiny pair, the same for every engine that is compared."""
     config: dict[str, Any] = {
         "model": str(EXAMPLES / "tiny" / "models" / "target"),
-        "dtype": "bfloat16",
+        "dtype": "float32",  # fast on every CPU: where bfloat16 is emulated, arithmetic hides what is compared
         "enforce_eager": True,
         "block_size": 32,
         "max_model_len": 2048,
@@ -59,63 +64,76 @@ def engine_config(*, draft: bool) -> dict[str, Any]:
     return config
 
 
-def compare(
-    claim_id: str, ours: Engine, theirs: Engine, *, prompts: Sequence[str], rounds: int
-) -> tuple[Claim, dict[str, Any]]:
-    """Alternates the two engines over all batch sizes; one ratio a round, from the summed times of its batches.
+@dataclass(slots=True)
+class Comparison:
+    """Tokens per second of two engines that take turns, collected over several pairs of processes."""
 
-    The order within a round alternates too, so that neither always runs on the warmer machine.
-    """
-    speeds: dict[str, list[float]] = {ours.name: [], theirs.name: []}
-    by_batch: dict[str, dict[int, list[float]]] = {e.name: {b: [] for b in BATCHES} for e in (ours, theirs)}
-    different = 0
-    for number in range(rounds + 1):
-        order = (ours, theirs) if number % 2 else (theirs, ours)
-        texts: dict[str, list[str]] = {}
-        for engine in order:
-            tokens, seconds, out = 0, 0.0, []
+    claim_id: str
+    names: tuple[str, str]  # ours, theirs
+    speeds: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))  # one value a pair
+    by_batch: dict[int, dict[str, list[float]]] = field(default_factory=lambda: {b: defaultdict(list) for b in BATCHES})
+
+    def run_pair(self, ours: Engine, theirs: Engine, *, prompts: Sequence[str], rounds: int) -> None:
+        """Alternates two engines that have just started, batch by batch; their order alternates, too."""
+        tokens, seconds = Counter[tuple[str, int]](), Counter[tuple[str, int]]()
+        for number in range(rounds + 1):  # round 0 warms both up
             for batch in BATCHES:
-                start = number * 8 % len(prompts)
-                chosen = [prompts[(start + i) % len(prompts)] for i in range(batch)]
-                done = engine.generate(chosen, MAX_TOKENS)
-                tokens += done["tokens"]
-                seconds += done["seconds"]
-                out += done["texts"]
-                if number:
-                    by_batch[engine.name][batch].append(done["tokens"] / done["seconds"])
-            texts[engine.name] = out
-            if number:  # round 0 warms both up
-                speeds[engine.name].append(tokens / seconds)
-        different += sum(a != b for a, b in zip(texts[ours.name], texts[theirs.name], strict=True))
-    claim = paired_ratio(claim_id, speeds[ours.name], speeds[theirs.name])
-    data = {"tokens_per_second": speeds, "by_batch": by_batch, "texts_that_differ": different}
-    for batch in BATCHES:
-        part = paired_ratio(f"{claim_id}/batch{batch}", by_batch[ours.name][batch], by_batch[theirs.name][batch])
-        data[part.id] = [part.value, part.low, part.high]
-    return claim, data
+                chosen = [prompts[(number * 8 + i) % len(prompts)] for i in range(batch)]
+                texts = {}
+                for engine in (ours, theirs) if number % 2 else (theirs, ours):
+                    done = engine.generate(chosen, MAX_TOKENS)
+                    texts[engine.name] = done["texts"]
+                    if number:
+                        tokens[engine.name, batch] += done["tokens"]
+                        seconds[engine.name, batch] += done["seconds"]
+                if texts[ours.name] != texts[theirs.name]:
+                    raise RuntimeError(f"{self.claim_id}: texts differ, so the engines did not do the same work")
+        for name in self.names:
+            for batch in BATCHES:
+                self.by_batch[batch][name].append(tokens[name, batch] / seconds[name, batch])
+            total = sum(seconds[name, batch] for batch in BATCHES)
+            self.speeds[name].append(sum(tokens[name, batch] for batch in BATCHES) / total)
+
+    def claim(self) -> Claim:
+        ours, theirs = self.names
+        return paired_ratio(self.claim_id, self.speeds[ours], self.speeds[theirs])
+
+    def data(self) -> dict[str, Any]:
+        parts = {b: paired_ratio(self.claim_id, *(s[name] for name in self.names)) for b, s in self.by_batch.items()}
+        return {
+            "tokens_per_second": {name: self.speeds[name] for name in self.names},
+            "by_batch_size": {b: {"ratio": [p.value, p.low, p.high]} | self.by_batch[b] for b, p in parts.items()},
+        }
 
 
-def measure_engines(wanted: set[str], rounds: int) -> tuple[list[Claim], dict[str, Any]]:
-    """F2 and F3."""
+def engine_of(name: str, *, log_dir: Path) -> Engine:
+    """The engine process that a comparison calls `name`; it is starting."""
+    hooks = name.startswith("hooks")
+    config = engine_config(draft=hooks or name == "stock-draft-model")
+    return Engine(name, engine=config, hooks=hooks, log_dir=log_dir)
+
+
+def measure_engines(wanted: set[str], *, pairs: int, rounds: int) -> tuple[list[Claim], dict[str, Any]]:
+    """F2 and F3. Two processes of the same engine differ by several percent for as long as they live (where their
+    memory lies), so engines are started anew for every value that counts.
+    """
     prompts = [p.prompt for p in read_prompts(EXAMPLES / "tiny" / "prompts.jsonl") if p.prompt is not None]
-    claims, data = [], {}
-    with tempfile.TemporaryDirectory() as logs, ExitStack() as stack:
-
-        def start(name: str, *, draft: bool, hooks: bool) -> Engine:
-            return stack.enter_context(Engine(name, engine=engine_config(draft=draft), hooks=hooks, log_dir=Path(logs)))
-
-        ours = start("hooks", draft=True, hooks=True)
-        if "F2" in wanted:
-            ours.set_speculation(STATIC)
-            stock = start("stock-draft-model", draft=True, hooks=False)
-            claim, data["F2"] = compare("F2", ours, stock, prompts=prompts, rounds=rounds)
-            claims.append(claim)
-        if "F3" in wanted:
-            ours.set_speculation(OFF)
-            plain = start("stock-no-drafter", draft=False, hooks=False)
-            claim, data["F3"] = compare("F3", ours, plain, prompts=prompts, rounds=rounds)
-            claims.append(claim)
-    return claims, data
+    static = Comparison("F2", ("hooks-static", "stock-draft-model"))
+    off = Comparison("F3", ("hooks-off", "stock-no-drafter"))
+    comparisons = [(c, settings) for c, settings in ((static, STATIC), (off, OFF)) if c.claim_id in wanted]
+    with tempfile.TemporaryDirectory() as logs:
+        for pair in range(pairs):
+            for comparison, settings in comparisons:
+                with ExitStack() as stack:
+                    names = comparison.names if pair % 2 else comparison.names[::-1]
+                    engines = {name: engine_of(name, log_dir=Path(logs)) for name in names}  # they start together
+                    for engine in engines.values():
+                        stack.enter_context(engine)
+                    ours, theirs = (engines[name] for name in comparison.names)
+                    ours.set_speculation(settings)
+                    comparison.run_pair(ours, theirs, prompts=prompts, rounds=rounds)
+                print(f"pair {pair + 1} of {pairs}: {comparison.claim()}", flush=True)
+    return [c.claim() for c, _ in comparisons], {c.claim_id: c.data() for c, _ in comparisons}
 
 
 def tokens_per_second(base_url: str, prompts: Sequence[Prompt]) -> float:
@@ -169,9 +187,16 @@ def measure_gateway(rounds: int) -> tuple[list[Claim], dict[str, Any]]:
     return [claim], {"F1": {"tokens_per_second": {"gateway": speeds[gateway], "direct": speeds[direct]}}}
 
 
+def ratios_of(data: dict[str, Any]) -> list[float]:
+    """Ours over theirs, pair by pair."""
+    ours, theirs = data["tokens_per_second"].values()
+    return [a / b for a, b in zip(ours, theirs, strict=True)]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=24)
+    parser.add_argument("--rounds", type=int, default=24, help="of F1")
+    parser.add_argument("--pairs", type=int, default=20, help="of processes, F2 and F3")
     parser.add_argument("--only", default="F1,F2,F3")
     arguments = parser.parse_args()
     wanted = set(arguments.only.split(","))
@@ -181,13 +206,15 @@ def main() -> int:
     if "F1" in wanted:
         steps.append(lambda: measure_gateway(arguments.rounds))
     if wanted & {"F2", "F3"}:
-        steps.append(lambda: measure_engines(wanted, arguments.rounds))
+        steps.append(lambda: measure_engines(wanted, pairs=arguments.pairs, rounds=PAIR_ROUNDS))
     for step in steps:
         new_claims, new_data = step()
         claims += new_claims
         data |= new_data
     command = " ".join(["python -m bench.serving", *sys.argv[1:]])
-    path = write_results("serving", command, claims=sorted(claims, key=lambda c: c.id), data=data)
+    claims.sort(key=lambda claim: claim.id)
+    path = write_results("serving", command, claims=claims, data=data)
+    plot_ratios(path.with_suffix(".png"), claims, ratios={c.id: ratios_of(data[c.id]) for c in claims}, bars=BARS)
     for claim in claims:
         bar = BARS[claim.id]
         print(f"{claim.id}  {claim.value:.3f} [{claim.low:.3f}, {claim.high:.3f}]  bar {bar}: {claim.verdict(bar)}")

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import quantiles
 from typing import Any
@@ -32,6 +32,10 @@ CLI = Path(sys.executable).with_name("specserve")
 STATUS_TIMEOUT_SECONDS = 30.0
 
 
+# Of x86: bfloat16 products in hardware. Arm has them in every processor that runs such a model.
+BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16"}
+
+
 @dataclass(frozen=True, slots=True)
 class Example:
     manifest: Path
@@ -39,16 +43,41 @@ class Example:
     service: str
     model: str
     start_timeout_seconds: int
+    memory_gb: int
+    # For processors that emulate the models' number format: all that can be done in minutes.
+    slow_requests: int | None = None
+    slow_tokens: int = 32
+
+    def read_prompts(self, *, slow: bool = False) -> list[Prompt]:
+        prompts = read_prompts(self.prompts)
+        if not slow:
+            return prompts
+        return [replace(prompt, max_tokens=self.slow_tokens) for prompt in prompts[: self.slow_requests]]
 
 
 EXAMPLE_OF_MODEL = {
-    "tiny": Example(EXAMPLES / "tiny.yaml", EXAMPLES / "tiny" / "prompts.jsonl", "tiny", "tiny", 600),
-    "qwen": Example(EXAMPLES / "qwen.yaml", EXAMPLES / "qwen" / "prompts.jsonl", "coder", "qwen2.5-coder", 1200),
+    "tiny": Example(
+        EXAMPLES / "tiny.yaml",
+        EXAMPLES / "tiny" / "prompts.jsonl",
+        service="tiny",
+        model="tiny",
+        start_timeout_seconds=600,
+        memory_gb=5,
+    ),
+    "qwen": Example(
+        EXAMPLES / "qwen.yaml",
+        EXAMPLES / "qwen" / "prompts.jsonl",
+        service="coder",
+        model="qwen2.5-coder",
+        start_timeout_seconds=1200,
+        memory_gb=13,
+        slow_requests=6,
+    ),
 }
 
 
 class DemoError(Exception):
-    """A step failed; what went wrong has been printed by the command that failed."""
+    """A step failed, and why."""
 
 
 class Service:
@@ -96,6 +125,25 @@ class Service:
 
     def stop(self) -> None:
         self.run("down")
+
+
+def has_bfloat16_instructions(cpuinfo: str) -> bool:
+    """Whether products of bfloat16 numbers are fast on the processor that `cpuinfo` (/proc/cpuinfo) describes."""
+    for line in cpuinfo.splitlines():
+        name, _, flags = line.partition(":")
+        if name.strip() == "flags":
+            return not BFLOAT16_FLAGS.isdisjoint(flags.split())
+    return True
+
+
+def check_memory(needed_gb: int) -> None:
+    """Raises DemoError where models would not fit: a machine that swaps or evicts stands still instead of failing."""
+    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+        name, _, amount = line.partition(":")
+        if name == "MemAvailable":
+            available_gb = int(amount.split()[0]) / 1e6
+            if available_gb < needed_gb:
+                raise DemoError(f"about {needed_gb} GB of free memory are needed, {available_gb:.1f} GB are free")
 
 
 def send_with_progress(endpoint: str, model: str, *, prompts: Sequence[Prompt], concurrency: int) -> list[Outcome]:
@@ -154,15 +202,20 @@ def verdict(outcomes: Sequence[Outcome], status: dict[str, Any]) -> str | None:
     return None
 
 
-def run_demo(example: Example, *, state_dir: Path, concurrency: int) -> int:
+def run_demo(example: Example, *, state_dir: Path, concurrency: int, slow: bool = False) -> int:
     """The whole demo; returns the exit code."""
     console = Console()
     service = Service(example, state_dir)
+    try:
+        check_memory(example.memory_gb)
+    except DemoError as error:
+        print(f"demo: {error}", file=sys.stderr)
+        return 1
     problem: str | None = None
     try:
         service.start()
         endpoint = service.status()["endpoint"]
-        prompts = read_prompts(example.prompts)
+        prompts = example.read_prompts(slow=slow)
         begin = time.perf_counter()
         outcomes = send_with_progress(endpoint, example.model, prompts=prompts, concurrency=concurrency)
         seconds = time.perf_counter() - begin
@@ -192,6 +245,7 @@ def main() -> int:
     parser.add_argument("--state-dir", type=Path, default=EXAMPLES.parent / ".specserve" / "demo")
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends like Ctrl-C: nothing is left running
+    example, state_dir = EXAMPLE_OF_MODEL[arguments.model], arguments.state_dir
     if arguments.model == "qwen":
         from examples.qwen.fetch_models import FetchError, fetch_pair
 
@@ -200,7 +254,13 @@ def main() -> int:
         except FetchError as error:
             print(f"demo: {error}", file=sys.stderr)
             return 1
-    return run_demo(EXAMPLE_OF_MODEL[arguments.model], state_dir=arguments.state_dir, concurrency=arguments.concurrency)
+    slow = example.slow_requests is not None and not has_bfloat16_instructions(Path("/proc/cpuinfo").read_text())
+    if slow:
+        print(
+            "This processor has no bfloat16 instructions, so prompts are read some ten times slower: "
+            f"{example.slow_requests} requests of {example.slow_tokens} tokens, one at a time, about seven minutes."
+        )
+    return run_demo(example, state_dir=state_dir, concurrency=1 if slow else arguments.concurrency, slow=slow)
 
 
 if __name__ == "__main__":

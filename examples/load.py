@@ -117,7 +117,7 @@ async def send_all(
     prompts: Sequence[Prompt],
     concurrency: int,
     on_done: Callable[[Outcome], None] = lambda outcome: None,
-    timeout_seconds: float = 600,
+    timeout_seconds: float = 1800,
 ) -> list[Outcome]:
     """Sends all prompts, at most `concurrency` at a time; outcomes in the order of the prompts."""
     slots = asyncio.Semaphore(concurrency)

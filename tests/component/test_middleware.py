@@ -25,14 +25,14 @@ BODY = {"model": "m", "prompt": "x"}
 
 
 class Pod:
-    def __init__(self, *, pool: Pool = Pool.DECODE, respond: Any = None, max_body_bytes: int = 1 << 20) -> None:
+    def __init__(self, *, pool: Pool = Pool.DECODE, respond: Any = None, **limits: int) -> None:
         self.engine = EngineApp(respond)
         self.stats = ServingStats()
         self.drain = DrainState()
         self.is_ready = True
         self.app = Frontend(
             self.engine,
-            FrontendSettings(pool=pool, block_size_tokens=32, drain_timeout_seconds=5.0, max_body_bytes=max_body_bytes),
+            FrontendSettings(pool=pool, block_size_tokens=32, drain_timeout_seconds=5.0, **limits),
             stats=self.stats,
             drain=self.drain,
             is_ready=lambda: self.is_ready,
@@ -337,6 +337,63 @@ async def test_a_body_over_the_limit_is_refused(declared: bool):
     assert answer.status == 413
     assert "100 bytes" in answer.json["error"]["message"]
     assert pod.engine.bodies == []
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        (b"[" + b"1," * 1000 + b"1]", "1000 separators"),
+        (b'{"prompt": [' + b"[]," * 500 + b"[]]}", "1000 separators"),
+        (b"{" + b",".join(b'"k%d":1' % i for i in range(600)) + b"}", "1000 separators"),
+        (('{"a": [' + "1," * 1000 + "1]}").encode("utf-16-le"), "1000 separators"),
+        (b'{"prompt": [' + b"[]," * 150 + b"[]]}", "100 lists, objects and single values"),
+        (b'{"x": {"y": [' + b"{}," * 150 + b"{}]}}", "100 lists, objects and single values"),
+        (b'{"prompt": [' + b"null," * 150 + b"null]}", "100 lists, objects and single values"),
+        (b'{"prompt": [' + b"-1," * 150 + b"-1]}", "100 lists, objects and single values"),
+        (b'{"prompt": [' + b",".join([b"[null,null,null]"] * 50) + b"]}", "100 lists, objects and single values"),
+        (b'{"messages": [' + b"1," * 150 + b"1]}", "100 lists, objects and single values"),
+        (
+            b'{"logit_bias": {' + b",".join(b'"%d":"x"' % i for i in range(150)) + b"}}",
+            "100 lists, objects and single values",
+        ),
+    ],
+)
+async def test_a_body_that_would_hold_up_every_stream_while_it_is_read_is_refused(body: bytes, told: str):
+    pod = Pod(max_body_separators=1000, max_body_containers=100)
+    answer = await ask(pod.app, PATH, body)
+    assert answer.status == 413
+    assert f"more than {told}" in answer.json["error"]["message"]
+    assert pod.engine.bodies == []
+    assert pod.outcomes() == {"refused": 1}
+
+
+async def test_a_body_of_too_many_values_is_not_read_to_its_end():
+    pod = Pod(max_body_separators=1000)
+    exchange = begin(pod.app, PATH, b"," * 4000)  # comes in two parts
+    assert (await exchange.end()).status == 413
+    assert exchange.incoming.qsize() == 1
+
+
+async def test_a_body_within_the_bounds_passes_whatever_its_strings_hold():
+    pod = Pod(max_body_separators=1000, max_body_containers=100)
+    body = {"prompt": "[]" * 400, "stop": [str(i) for i in range(20)], "x": [[]] * 50}
+    assert (await ask(pod.app, PATH, body)).status == 200
+    assert pod.engine.bodies == [body]
+
+
+@pytest.mark.parametrize("prompt", [list(range(900)), [list(range(300))] * 3])
+async def test_a_prompt_of_many_token_ids_passes(prompt: Any):
+    pod = Pod(max_body_separators=1000, max_body_containers=100)
+    assert (await ask(pod.app, PATH, {"prompt": prompt})).status == 200
+    assert pod.engine.bodies == [{"prompt": prompt}]
+
+
+async def test_what_is_no_json_is_not_measured_as_such():
+    pod = Pod(max_body_separators=10)
+    headers = {"content-type": "multipart/form-data; boundary=x"}
+    body = b"," * 100
+    assert (await ask(pod.app, "/v1/audio/transcriptions", body, headers=headers)).status == 200
+    assert pod.engine.bodies == [body]
 
 
 async def test_a_body_that_is_no_json_is_the_engines_to_refuse():

@@ -28,7 +28,9 @@ def worker(**changes: Any) -> SimpleNamespace:
         num_speculative_tokens=4,
     )
     parallel = SimpleNamespace(
-        pipeline_parallel_size=changes.get("pipeline", 1), data_parallel_size=changes.get("data", 1)
+        pipeline_parallel_size=changes.get("pipeline", 1),
+        data_parallel_size=changes.get("data", 1),
+        decode_context_parallel_size=changes.get("context", 1),
     )
     config = SimpleNamespace(
         speculative_config=speculative,
@@ -53,6 +55,7 @@ def test_the_installed_engine_is_accepted() -> None:
         ({"data": 2}, "use more decode replicas"),
         ({"other_vocabulary": True}, "another vocabulary"),
         ({"drafter": SimpleNamespace}, "use method draft_model"),
+        ({"context": 2}, "decode context parallelism"),
     ],
 )
 def test_an_engine_out_of_control_is_refused_with_what_to_do(changes: dict[str, Any], message: str) -> None:
@@ -80,3 +83,38 @@ def test_replaced_hooks_are_found_before_serving() -> None:
     hooks = adapter.V1Hooks(loose)
     with pytest.raises(adapter.HookError, match="the drafter was replaced by DraftModelProposer"):
         hooks.verify()
+
+
+def group(*layers: str) -> SimpleNamespace:
+    return SimpleNamespace(layer_names=list(layers))
+
+
+def runner_with(groups: list[SimpleNamespace], *, draft: list[SimpleNamespace]) -> SimpleNamespace:
+    return SimpleNamespace(attn_groups=[groups], drafter=SimpleNamespace(draft_attn_groups=draft))
+
+
+def test_the_targets_forward_gets_no_metadata_for_layers_of_the_draft() -> None:
+    from specserve_workers.vllm.adapter import leave_out_draft_attention
+
+    target, draft = group("model.0", "model.1"), group("draft.0")
+    runner = runner_with([target, draft], draft=[group("draft.0")])
+    leave_out_draft_attention(runner)
+    assert runner.attn_groups == [[target]]
+
+
+def test_a_group_that_target_and_draft_share_stays() -> None:
+    from specserve_workers.vllm.adapter import leave_out_draft_attention
+
+    shared = group("model.0", "draft.0")
+    runner = runner_with([shared], draft=[group("draft.0")])
+    leave_out_draft_attention(runner)
+    assert runner.attn_groups == [[shared]]
+
+
+def test_groups_that_do_not_tell_the_models_apart_are_refused() -> None:
+    from specserve_workers.vllm.adapter import HookError, leave_out_draft_attention
+
+    with pytest.raises(HookError, match="cannot be told apart"):
+        leave_out_draft_attention(runner_with([group("model.0")], draft=[group("model.0")]))
+    with pytest.raises(HookError, match="keeps attention groups elsewhere"):
+        leave_out_draft_attention(SimpleNamespace(drafter=SimpleNamespace()))

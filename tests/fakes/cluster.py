@@ -23,17 +23,23 @@ class MemoryCluster:
         self.applied: list[ObjectRef] = []
         self.deleted: list[ObjectRef] = []
         self.status_writes = 0
+        self._made: dict[ServiceKey, int] = {}
         self._failures: dict[str, list[Exception]] = {}
         self._changed: asyncio.Queue[ServiceKey] = asyncio.Queue()
 
     def put(self, service: Manifest) -> ServiceKey:
-        """Stores a service as a user's `apply` does: a changed spec is a new generation."""
+        """Stores a service as a user's `apply` does. A changed spec is a new generation.
+
+        After `remove` the uid is another.
+        """
         meta = service["metadata"]
         key = ServiceKey(meta.get("namespace", "default"), meta["name"])
         old = self.services.get(key)
         generation = 1 if old is None else old["metadata"]["generation"] + (old["spec"] != service["spec"])
+        self._made[key] = self._made.get(key, 0) + (old is None)
+        uid = f"uid-{key.name}-{self._made[key]}"
         stored = copy.deepcopy(service)
-        stored["metadata"] |= {"namespace": key.namespace, "generation": generation, "uid": f"uid-{key.name}"}
+        stored["metadata"] |= {"namespace": key.namespace, "generation": generation, "uid": uid}
         stored["status"] = {} if old is None else old["status"]
         self.services[key] = stored
         self._changed.put_nowait(key)

@@ -85,6 +85,10 @@ def _check_pod_template(template: dict[str, Any]) -> dict[str, Any]:
 def _check_named_items(path: str, items: Any) -> None:
     if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
         raise ValueError(f"{path} must be a list of objects")
+    names: set[str] = set()
     for index, item in enumerate(items):
         if not isinstance(item.get("name"), str) or not item["name"]:
             raise ValueError(f"{path}[{index}].name is missing")
+        if item["name"] in names:
+            raise ValueError(f"{path}[{index}].name: {item['name']} stands twice")
+        names.add(item["name"])

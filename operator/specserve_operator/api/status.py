@@ -136,8 +136,11 @@ class SpeculationStatus(StatusModel):
 
 
 class KvTransferStatus(StatusModel):
-    """Totals of the decode pods: those that run now since they were started, those that are gone since the operator
-    was."""
+    """Totals of all decode pods that the service has had, as far as an operator has asked them. What a pod counts after
+    it was last asked is missing. What pods count while no operator runs shows only where the pods that are there
+    afterwards have counted more, since their containers were last started, than these totals said: after pods or
+    containers were replaced it is missing in part or in whole, without an event. The totals begin anew if the spec has
+    no prefill pool when an operator starts."""
 
     transfers: Count = 0
     fallbacks: Count = 0

@@ -91,7 +91,7 @@ class Client:
         path = f"/v1/services/{quote(key.namespace)}/{quote(key.name)}/scale"
         return dict(self._call("POST", path, body={"replicas": dict(replicas)}))
 
-    def logs(
+    def log_lines(
         self,
         namespace: str,
         pod: str,
@@ -99,24 +99,9 @@ class Client:
         container: str | None = None,
         previous: bool = False,
         tail_lines: int | None = None,
-    ) -> str:
-        """The log of a pod as it is now."""
-        lines = self.follow_logs(
-            namespace, pod, container=container, previous=previous, tail_lines=tail_lines, follow=False
-        )
-        return "".join(lines)
-
-    def follow_logs(
-        self,
-        namespace: str,
-        pod: str,
-        *,
-        container: str | None = None,
-        previous: bool = False,
-        tail_lines: int | None = None,
-        follow: bool = True,
+        follow: bool = False,
     ) -> Iterator[str]:
-        """Lines of the log, with `follow` until the pod is gone."""
+        """Lines of the log as it is now; with `follow`, those that come until the pod is gone too."""
         options = {
             "container": container,
             "previous": "1" if previous else None,

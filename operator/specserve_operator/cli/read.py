@@ -170,7 +170,7 @@ LogReader = Callable[[], Iterator[str]]
 
 
 def _reader(client: Client, namespace: str, pod: str, options: LogOptions) -> LogReader:
-    return lambda: client.follow_logs(
+    return lambda: client.log_lines(
         namespace,
         pod,
         container=options.container,

@@ -125,7 +125,7 @@ def _last_log_lines(client: Client, namespace: str, pod: str) -> list[str]:
     """The end of a pod's log; of the run before where the present one has said nothing yet."""
     for previous in (False, True):
         try:
-            text = client.logs(namespace, pod, previous=previous, tail_lines=_LOG_LINES_SHOWN)
+            text = "".join(client.log_lines(namespace, pod, previous=previous, tail_lines=_LOG_LINES_SHOWN))
         except ApiError:
             continue
         if text.strip():

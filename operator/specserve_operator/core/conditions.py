@@ -152,7 +152,10 @@ def judge_progress(snapshot: Snapshot, pools: Sequence[PoolState], previous: Pre
 def judge_kv_transfer(
     snapshot: Snapshot, stats: PoolStats, now: KvTransferStatus, previous: PreviousCondition | None
 ) -> Judgement:
-    """Whether KV caches moved since the status was last written; without traffic the last word stands."""
+    """Whether KV caches moved since the status was last written; without traffic the last word stands.
+
+    Where that was lost, or never was, old transfers show that the path works; old fallbacks are no failure of now.
+    """
     if snapshot.service.spec.prefill is None:
         return Judgement(TRUE, Reason.NOT_CONFIGURED, "served aggregated: the spec has no prefill pool")
     if not any(p.is_serving for p in snapshot.pool_pods(Pool.PREFILL)):
@@ -161,15 +164,16 @@ def judge_kv_transfer(
         return Judgement(UNKNOWN if is_first else FALSE, Reason.NO_PREFILL_PEERS, text)
     if not stats.pods:
         return _without_stats(snapshot)
-    before = snapshot.service.status.get("kvTransfer") or {}
-    moved = _growth(now.transfers, before.get("transfers", 0))
-    fell_back = _growth(now.fallbacks, before.get("fallbacks", 0))
-    if moved or fell_back:
-        return _judge_transfers(moved, fell_back, snapshot.kv_transfer)
+    before, counted = snapshot.service.status.get("kvTransfer"), snapshot.kv_transfer.counted
+    if before is not None:
+        moved = _growth(now.transfers, before.get("transfers", 0))
+        fell_back = _growth(now.fallbacks, before.get("fallbacks", 0))
+        if moved or fell_back:
+            return _judge_transfers(moved, fell_back, counted)
     last = previous.as_judgement() if previous is not None else None
     if last is not None and last.reason in {Reason.TRANSFERRING, Reason.TRANSFER_FAILING}:
         return last
-    return _judge_transfers(now.transfers, now.fallbacks, snapshot.kv_transfer)
+    return _judge_transfers(counted.remote_prefills, 0, counted)
 
 
 def _judge_transfers(moved: int, fell_back: int, totals: KvTransferStats) -> Judgement:
@@ -177,13 +181,13 @@ def _judge_transfers(moved: int, fell_back: int, totals: KvTransferStats) -> Jud
     if moved and totals.loaded_tokens:
         return Judgement(TRUE, Reason.TRANSFERRING, "decode pods load KV caches from prefill pods")
     if fell_back:
-        causes = ", ".join(f"{cause} {count}" for cause, count in totals.fallbacks if count)
-        return Judgement(FALSE, Reason.TRANSFER_FAILING, f"decode pods prefill for themselves ({causes})")
-    return Judgement(UNKNOWN, Reason.NO_TRAFFIC, "no prompt has been prefilled remotely yet")
+        text = f"decode pods prefill for themselves ({totals.fallback_causes})"
+        return Judgement(FALSE, Reason.TRANSFER_FAILING, text)
+    return Judgement(UNKNOWN, Reason.NO_TRAFFIC, "no prompt has been prefilled remotely since the operator started")
 
 
 def _growth(now: int, before: int) -> int:
-    """What was added to a total. It shrinks only when a restarted operator no longer knows of pods that are gone."""
+    """What was added to a total. It shrinks only where somebody else has written the status."""
     return max(now - before, 0)
 
 

@@ -100,10 +100,13 @@ def _speculation_events(previous: Status, status: Status) -> Iterator[Event]:
 
 
 def _transfer_events(previous: Status, status: Status, snapshot: Snapshot) -> Iterator[Event]:
-    """Fallbacks since the last status, with their causes, and the end of a time without transfers."""
-    before, now = previous.get("kvTransfer") or {}, status.get("kvTransfer") or {}
-    if (added := now.get("fallbacks", 0) - before.get("fallbacks", 0)) > 0:
-        causes = _fallback_causes(snapshot)
+    """Fallbacks since the last status, with their causes, and the end of a time without transfers.
+
+    Where the last status had no totals, the first ones may be old: then nothing is told.
+    """
+    before, now = previous.get("kvTransfer"), status.get("kvTransfer") or {}
+    if before is not None and (added := now.get("fallbacks", 0) - before.get("fallbacks", 0)) > 0:
+        causes = snapshot.kv_transfer.counted.fallback_causes
         total, moved = now.get("fallbacks", 0), now.get("transfers", 0)
         yield _warning(
             EventReason.KV_TRANSFER_FALLBACK,
@@ -111,13 +114,8 @@ def _transfer_events(previous: Status, status: Status, snapshot: Snapshot) -> It
             f"in all {total} of {total + moved} prompts that were meant for prefill pods",
         )
     last, current = _pair(previous, status, ConditionType.KV_TRANSFER_READY)
-    if last is not None and last.status == FALSE and current.status == TRUE:
+    if last is not None and last.status == FALSE and current.reason == Reason.TRANSFERRING:
         yield _normal(EventReason.KV_TRANSFER_RESUMED, f"{now.get('transfers', 0)} transfers in all")
-
-
-def _fallback_causes(snapshot: Snapshot) -> str:
-    causes = sorted(snapshot.kv_transfer.fallbacks)
-    return ", ".join(f"{cause} {count}" for cause, count in causes) or "cause unknown"
 
 
 def _pair(previous: Status, status: Status, type_: ConditionType) -> tuple[PreviousCondition | None, PreviousCondition]:

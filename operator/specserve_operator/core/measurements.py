@@ -3,8 +3,8 @@
 Numbers are rounded so that they stay the same while nothing happens.
 """
 
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from specserve_operator.api.status import (
     KvTransferStatus,
@@ -23,6 +23,7 @@ from specserve_operator.core.stats import (
     HistogramMismatchError,
     KvTransferStats,
     PoolStats,
+    TransferTotals,
     merge_pool_stats,
 )
 
@@ -107,20 +108,36 @@ def round_significant(value: float, digits: int = 2) -> int:
 
 
 def compute_speculation(snapshot: Snapshot, stats: PoolStats) -> SpeculationStatus | None:
-    """What the decode pods do; None without speculation in the spec. The reason is added with the conditions."""
+    """What the decode pods do; None without speculation in the spec. The reason is added with the conditions.
+
+    While none of them answers, the last state that was seen stands: silence is no switch.
+    """
     speculation = snapshot.service.spec.speculation
     if speculation is None:
         return None
     total = stats.speculation.total
     acceptance, length = total.acceptance_ratio, total.mean_accepted_length
     policies = policies_in_force(snapshot)
+    state, policy = _last_state(snapshot.service.status)
+    if policies:
+        state = SpeculationState.ON if policies - {POLICY_OFF} else SpeculationState.OFF
+        policy = ", ".join(sorted(policies))
     return SpeculationStatus(
-        state=SpeculationState.ON if policies - {POLICY_OFF} else SpeculationState.OFF,
-        policy=", ".join(sorted(policies)) or None,
+        state=state,
+        policy=policy,
         acceptance_percent=None if acceptance is None else round(100 * acceptance),
         mean_accepted_length=None if length is None else f"{length:.1f}",
         draft=speculation.draft.uri or str(speculation.draft.method),
     )
+
+
+def _last_state(status: Mapping[str, Any]) -> tuple[SpeculationState, str | None]:
+    """State and policy of a stored status; Off where there is none, or one that only another version knows."""
+    stored = status.get("speculation") or {}
+    try:
+        return SpeculationState(stored.get("state", SpeculationState.OFF)), stored.get("policy")
+    except ValueError:
+        return SpeculationState.OFF, None
 
 
 def policies_in_force(snapshot: Snapshot) -> set[str]:
@@ -129,11 +146,28 @@ def policies_in_force(snapshot: Snapshot) -> set[str]:
     return {s.policy for s in settings if s is not None}
 
 
-def compute_kv_transfer(transfer: KvTransferStats) -> KvTransferStatus:
-    """What the decode pods loaded, and how often they had to prefill themselves."""
+def compute_kv_transfer(totals: TransferTotals, found: KvTransferStatus) -> KvTransferStatus:
+    """What the decode pods loaded, and how often they had to prefill themselves, over the life of the service.
+
+    `found`: the totals of earlier control planes. What pods had counted before this one began is in there already, or
+    happened while none was running: which part is which cannot be told, so the larger number is taken. It is
+    never too large, and after pods or containers were replaced too small by up to what was counted meanwhile.
+    """
+
+    def total(read: Callable[[KvTransferStats], int], known: int) -> int:
+        inherited = read(totals.inherited)
+        return max(known, inherited) + read(totals.counted) - inherited
+
     return KvTransferStatus(
-        transfers=transfer.remote_prefills,
-        fallbacks=transfer.fallback_count,
-        bytes=transfer.loaded_bytes,
-        tokens=transfer.loaded_tokens,
+        transfers=total(lambda s: s.remote_prefills, found.transfers),
+        fallbacks=total(lambda s: s.fallback_count, found.fallbacks),
+        bytes=total(lambda s: s.loaded_bytes, found.bytes),
+        tokens=total(lambda s: s.loaded_tokens, found.tokens),
     )
+
+
+def stored_kv_transfer(status: Mapping[str, Any]) -> KvTransferStatus:
+    """The totals that a stored status has; 0 for what is not there, or no number."""
+    stored = status.get("kvTransfer") or {}
+    numbers = {name: stored.get(name) for name in KvTransferStatus.model_fields}
+    return KvTransferStatus(**{name: n for name, n in numbers.items() if isinstance(n, int) and n >= 0})

@@ -3,7 +3,7 @@
 The rest is the API server's to check, which knows every field.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from specserve_operator.constants import ENGINE_CONTAINER
@@ -23,6 +23,10 @@ MERGE_KEYS = {
     "resourceClaims": "name",
 }
 
+PROBES = ("startupProbe", "readinessProbe", "livenessProbe")
+# Of these a probe has exactly one.
+PROBE_ACTIONS = frozenset({"httpGet", "exec", "tcpSocket", "grpc"})
+
 _OWNED_POD_FIELDS = {
     "restartPolicy": "it is always Always",
     "terminationGracePeriodSeconds": "it follows from drainTimeoutSeconds",
@@ -34,6 +38,27 @@ _OWNED_CONTAINER_FIELDS = {
 }
 # One image for prefill and decode is what makes their KV caches interchangeable.
 _OWNED_ENGINE_FIELDS = _OWNED_CONTAINER_FIELDS | {"image": "use spec.engine.image, for all pools"}
+
+# What else is rendered can be changed, and is relied on: it cannot be removed, as null does in a patch.
+_KEPT_POD_FIELDS = (
+    "automountServiceAccountToken",
+    "enableServiceLinks",
+    "securityContext",
+    "serviceAccountName",
+    "volumes",
+)
+_KEPT_CONTAINER_FIELDS = (
+    *PROBES,
+    "env",
+    "image",
+    "lifecycle",
+    "ports",
+    "securityContext",
+    "terminationMessagePolicy",
+    "volumeMounts",
+)
+# Of those, objects that are merged by field. That lists are lists is seen to before.
+_MERGED_OBJECTS = {*PROBES, "lifecycle", "securityContext"}
 
 
 def template_problems(field: str, template: Mapping[str, Any] | None, container_name: str) -> Iterator[str]:
@@ -66,17 +91,41 @@ def _list_problems(path: str, value: Any) -> Iterator[str]:
 
 
 def _owned_field_problems(path: str, pod: Mapping[str, Any], container_name: str) -> Iterator[str]:
-    for name, why in _OWNED_POD_FIELDS.items():
-        if name in pod:
-            yield f"{path}.{name}: set by the operator ({why}); remove it"
+    yield from _field_problems(path, pod, owned=_OWNED_POD_FIELDS, kept=_KEPT_POD_FIELDS)
     owned = _OWNED_ENGINE_FIELDS if container_name == ENGINE_CONTAINER else _OWNED_CONTAINER_FIELDS
     for container in pod.get("containers") or ():
-        if container["name"] != container_name:
+        if container["name"] == container_name:
+            where = f"{path}.containers[{container_name}]"
+            yield from _field_problems(where, container, owned=owned, kept=_KEPT_CONTAINER_FIELDS)
+            yield from _probe_problems(where, container)
+
+
+def _field_problems(
+    path: str, obj: Mapping[str, Any], *, owned: Mapping[str, str], kept: Sequence[str]
+) -> Iterator[str]:
+    """At most one problem for each field of `obj`: one of the operator's is set, or taken away, or cannot be merged."""
+    for name, why in owned.items():
+        outer, _, inner = name.partition(".")
+        holder = obj.get(outer) if inner else obj
+        if isinstance(holder, Mapping) and (inner or outer) in holder:
+            yield f"{path}.{name}: set by the operator ({why}); remove it"
+    for name in kept:
+        if name not in obj or name in owned:
             continue
-        for name, why in owned.items():
-            outer, _, inner = name.partition(".")
-            value = container.get(outer)
-            if inner and value is not None and not isinstance(value, Mapping):
-                yield f"{path}.containers[{container_name}].{outer}: must be an object"
-            elif outer in container and (not inner or inner in (value or {})):
-                yield f"{path}.containers[{container_name}].{name}: set by the operator ({why}); remove it"
+        value = obj[name]
+        if value is None:
+            yield f"{path}.{name}: null would remove what the operator sets; leave it out, or give values that differ"
+        elif name in _MERGED_OBJECTS and not isinstance(value, Mapping):
+            yield f"{path}.{name}: must be an object"
+
+
+def _probe_problems(path: str, container: Mapping[str, Any]) -> Iterator[str]:
+    for name in PROBES:
+        probe = container.get(name)
+        if isinstance(probe, Mapping) and "httpGet" in probe and not given_actions(probe):
+            yield f"{path}.{name}.httpGet: null leaves the probe without an action; give another"
+
+
+def given_actions(probe: Mapping[str, Any]) -> set[str]:
+    """The actions that a patch of a probe gives; null removes one."""
+    return {name for name in PROBE_ACTIONS if probe.get(name) is not None}

@@ -4,11 +4,12 @@ Objects are parsed here once. Fields that a cluster leaves out are what Kubernet
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from itertools import pairwise
 from typing import Any
 
+from specserve_operator.api.status import KvTransferStatus
 from specserve_operator.api.v1alpha1 import SpeculativeService
 from specserve_operator.constants import (
     ANNOTATION_POOL_REPLICAS,
@@ -20,7 +21,7 @@ from specserve_operator.constants import (
 from specserve_operator.core.config import OperatorConfig
 from specserve_operator.core.names import LABEL_MANAGED_BY
 from specserve_operator.core.objects import Manifest, ObjectRef, ServiceKey
-from specserve_operator.core.stats import NO_TRANSFERS, KvTransferStats, PodStats
+from specserve_operator.core.stats import PodStats, TransferTotals
 
 FLAG_MAX_DRAFT_TOKENS = "--max-draft-tokens"
 
@@ -108,8 +109,8 @@ class WorkloadView:
 class Snapshot:
     """`pod_stats` holds the pods that answered. `others`: children that are neither workloads nor pods.
 
-    `kv_transfer` is the sum over all pods since the control plane started: those that are silent or gone still count,
-    so that it never shrinks.
+    `kv_transfer` is the sum over all pods that the control plane has heard of: it never shrinks. `kv_transfer_found` is
+    what the status said when the control plane first saw the service: the word of earlier ones.
     """
 
     service: SpeculativeService
@@ -119,7 +120,8 @@ class Snapshot:
     pods: tuple[PodView, ...] = ()
     others: tuple[Manifest, ...] = ()
     pod_stats: tuple[PodStats, ...] = ()
-    kv_transfer: KvTransferStats = NO_TRANSFERS
+    kv_transfer: TransferTotals = field(default_factory=TransferTotals)
+    kv_transfer_found: KvTransferStatus = field(default_factory=KvTransferStatus)
 
     @property
     def key(self) -> ServiceKey:
@@ -141,7 +143,8 @@ def build_snapshot(
     config: OperatorConfig,
     now: datetime,
     pod_stats: Mapping[str, PodStats],
-    kv_transfer: KvTransferStats,
+    kv_transfer: TransferTotals,
+    kv_transfer_found: KvTransferStatus,
 ) -> Snapshot:
     """Sorts the children of a service by what they are.
 
@@ -161,6 +164,7 @@ def build_snapshot(
         others=tuple(c for c in ours if c["kind"] not in {"Deployment", "Pod"}),
         pod_stats=tuple(s for _, s in sorted(pod_stats.items()) if s.pod_uid in uids),
         kv_transfer=kv_transfer,
+        kv_transfer_found=kv_transfer_found,
     )
 
 

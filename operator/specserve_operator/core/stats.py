@@ -183,6 +183,11 @@ class KvTransferStats:
     def fallback_count(self) -> int:
         return sum(count for _, count in self.fallbacks)
 
+    @property
+    def fallback_causes(self) -> str:
+        """In words: `connect 2, stalled 1`."""
+        return ", ".join(f"{cause} {count}" for cause, count in sorted(self.fallbacks) if count) or "cause unknown"
+
     def merge(self, other: "KvTransferStats") -> "KvTransferStats":
         causes = sorted({cause for cause, _ in self.fallbacks + other.fallbacks})
         return KvTransferStats(
@@ -200,6 +205,21 @@ class KvTransferStats:
 
 
 NO_TRANSFERS = KvTransferStats()
+
+
+@dataclass(frozen=True, slots=True)
+class TransferTotals:
+    """What all pods have counted that one control plane has heard of, those that are silent or gone included.
+
+    `inherited` is the part of `counted` that pods older than the control plane had counted when they first answered it.
+    An earlier control plane may have written it, or some of it, into a status.
+    """
+
+    counted: KvTransferStats = NO_TRANSFERS
+    inherited: KvTransferStats = NO_TRANSFERS
+
+    def merge(self, other: "TransferTotals") -> "TransferTotals":
+        return TransferTotals(self.counted.merge(other.counted), self.inherited.merge(other.inherited))
 
 
 @dataclass(frozen=True, slots=True)

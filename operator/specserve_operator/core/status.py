@@ -1,6 +1,7 @@
 """The status of a service: computed whole from what is observed, never added up.
 
-Only times and the last word on things that need traffic come from the previous status.
+Only times, the last word on things that need traffic or an answer, and what earlier control planes counted come from
+the previous status.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -65,7 +66,7 @@ def compute_status(snapshot: Snapshot, plan: Plan, failures: Sequence[ApplyFailu
     stats = decode_stats(snapshot, plan)
     window_seconds = snapshot.config.stats_window_seconds
     latency = compute_latency(service, stats, window_seconds=window_seconds)
-    kv_transfer = _kv_transfer(snapshot, stats)
+    kv_transfer = _kv_transfer(snapshot)
     judgements = _judge(snapshot, pools, failures, stats=stats, latency=latency, kv_transfer=kv_transfer)
     speculation = _with_reason(compute_speculation(snapshot, stats), judgements)
     return ServiceStatus(
@@ -159,14 +160,11 @@ def _format(time: datetime) -> str:
     return format_time(time.timestamp())
 
 
-def _kv_transfer(snapshot: Snapshot, stats: PoolStats) -> KvTransferStatus | None:
-    """None without a prefill pool. While no pod answers, the last totals stay, so that they are not counted twice."""
+def _kv_transfer(snapshot: Snapshot) -> KvTransferStatus | None:
+    """None without a prefill pool."""
     if snapshot.service.spec.prefill is None:
         return None
-    if stats.pods:
-        return compute_kv_transfer(snapshot.kv_transfer)
-    last = snapshot.service.status.get("kvTransfer") or {}
-    return KvTransferStatus(**{name: last.get(name, 0) for name in KvTransferStatus.model_fields})
+    return compute_kv_transfer(snapshot.kv_transfer, snapshot.kv_transfer_found)
 
 
 def _with_reason(

@@ -18,8 +18,10 @@ from specserve_operator.render.pod import (
 REQUEST_TIMEOUT_SECONDS = 1800
 # The router counts tries, not retries: a request is tried on at most two pods, since it may be what kills them.
 TRIES = 2
-# Before the second try. By then a dead pod has left the list of pods: sooner, the try may go to the dead one again.
+# Before the second try: sooner, it may go to the same dead pod again. Long enough for a pod whose end the kubelet sees;
+# a node that is lost is noticed by the router's own checks only, after HEALTH_CHECKS of them.
 RETRY_DELAY_MILLISECONDS = 1500
+HEALTH_CHECKS = 2
 # Until every node has heard that the pod is leaving, new connections still arrive.
 STOP_DELAY_SECONDS = 5
 
@@ -73,7 +75,7 @@ def router_flags(launch: GatewayLaunch) -> list[str]:
         *("--prometheus-port", str(PORT_GATEWAY_METRICS)),
         *("--health-check-endpoint", "/ready"),
         *("--health-check-interval-secs", "2"),
-        *("--health-failure-threshold", "2"),
+        *("--health-failure-threshold", str(HEALTH_CHECKS)),
         *("--health-success-threshold", "1"),
         *("--retry-max-retries", str(TRIES)),
         *("--retry-initial-backoff-ms", str(RETRY_DELAY_MILLISECONDS)),

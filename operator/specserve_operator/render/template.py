@@ -2,22 +2,20 @@
 
 Objects merge by field, lists of named things by their key, all other lists are replaced, and null removes a field.
 What the operator needs to find and run the pod stays ours: labels, volumes that carry weights or settings, and of our
-container the ports, the downward-API variables and the read-only mounts. Fields that are wholly ours never get here:
-core/pod_template.py refuses them.
+container the ports, the downward-API variables and the read-only mounts. Fields that are wholly ours, and null for one
+that we set, never get here: core/pod_template.py refuses them.
 """
 
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from typing import Any
 
-from specserve_operator.core.pod_template import MERGE_KEYS
+from specserve_operator.core.pod_template import MERGE_KEYS, PROBE_ACTIONS, PROBES, given_actions
 
 Entry = dict[str, Any]
 
 # Objects that may have only one of several forms, so that a patch of another form must not merge.
 _WHOLE_ENTRIES = {"volumes", "env"}
-_PROBES = {"startupProbe", "readinessProbe", "livenessProbe"}
-_PROBE_ACTIONS = {"httpGet", "exec", "tcpSocket", "grpc"}
 
 
 def merge_pod_template(ours: Mapping[str, Any], user: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -60,8 +58,8 @@ def _merge_objects(base: Mapping[str, Any], patch: Mapping[str, Any]) -> Entry:
 
 def _merge_values(name: str, base: Any, patch: Any) -> Any:
     if isinstance(base, Mapping) and isinstance(patch, Mapping):
-        if name in _PROBES and _PROBE_ACTIONS & patch.keys():
-            base = {k: v for k, v in base.items() if k not in _PROBE_ACTIONS}
+        if name in PROBES and (given := given_actions(patch)):
+            base = {k: v for k, v in base.items() if k in given or k not in PROBE_ACTIONS}
         return _merge_objects(base, patch)
     if isinstance(patch, Mapping):
         return _merge_objects({}, patch)

@@ -7,14 +7,15 @@ not answer shows no measurements. So a pod that fails to answer costs one log li
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from datetime import datetime
 
 from specserve_operator.cluster.protocol import Cluster, ClusterError
 from specserve_operator.constants import LABEL_POOL, RUNTIME_FILE
 from specserve_operator.core.names import Pool, runtime_config_name
 from specserve_operator.core.objects import Manifest, ServiceKey
-from specserve_operator.core.stats import NO_TRANSFERS, KvTransferStats, PodStats
+from specserve_operator.core.stats import NO_TRANSFERS, KvTransferStats, PodStats, TransferTotals
 from specserve_operator.runtime.clock import Clock, sleep
 from specserve_operator.runtime.control_channels import ControlChannels, PodUnreachableError
 from specserve_operator.runtime.history import PodHistory
@@ -55,6 +56,7 @@ class _Target:
 class _Service:
     """What there is of one service: pods to ask, all pods that exist, and what they are to run with."""
 
+    uid: str
     targets: tuple[_Target, ...]
     pod_uids: frozenset[str]
     desired: DesiredSpeculation | None
@@ -66,8 +68,22 @@ class _Pod:
 
     history: PodHistory
     stats: PodStats | None = None
+    inherited: KvTransferStats = NO_TRANSFERS
     answered_at: float = 0.0
     is_silent: bool = False
+
+    @property
+    def kv_transfer(self) -> TransferTotals:
+        return TransferTotals() if self.stats is None else TransferTotals(self.stats.kv_transfer, self.inherited)
+
+
+@dataclass(slots=True)
+class _Known:
+    """What is remembered of one service. `gone`: what its former pods moved; sums must not shrink with them."""
+
+    service_uid: str
+    pods: dict[str, _Pod] = field(default_factory=dict)
+    gone: TransferTotals = field(default_factory=TransferTotals)
 
 
 class StatsCollector:
@@ -86,24 +102,28 @@ class StatsCollector:
         self._options = options or CollectorOptions()
         self._channels = channels or ControlChannels()
         self._calls = asyncio.Semaphore(self._options.max_concurrent_calls)
-        self._pods: dict[ServiceKey, dict[str, _Pod]] = {}
+        self._known: dict[ServiceKey, _Known] = {}
         self._shown: dict[ServiceKey, dict[str, PodStats]] = {}
-        # What pods that are gone have moved: sums over pods must not shrink with them.
-        self._gone: dict[ServiceKey, KvTransferStats] = {}
+        self._started_at = clock.time()
         self._hasten = asyncio.Event()
 
     def pod_stats(self, key: ServiceKey) -> Mapping[str, PodStats]:
         """Statistics by pod uid, of the pods that answered lately."""
         oldest = self._clock.time() - self._options.stale_seconds
-        pods = self._pods.get(key, {})
+        pods = self._known[key].pods if key in self._known else {}
         return {uid: p.stats for uid, p in pods.items() if p.stats is not None and p.answered_at >= oldest}
 
-    def kv_transfer(self, key: ServiceKey) -> KvTransferStats:
-        """The sum over every pod that has ever answered, those that are silent or gone included: it never shrinks."""
-        total = self._gone.get(key, NO_TRANSFERS)
-        for pod in self._pods.get(key, {}).values():
-            if pod.stats is not None:
-                total = total.merge(pod.stats.kv_transfer)
+    def kv_transfer(self, key: ServiceKey, service_uid: str) -> TransferTotals:
+        """The sum over every pod that has ever answered, those that are silent or gone included: it never shrinks.
+
+        Zeros for a service that was made anew under the same name, until its own pods answer.
+        """
+        known = self._known.get(key)
+        if known is None or known.service_uid != service_uid:
+            return TransferTotals()
+        total = known.gone
+        for pod in known.pods.values():
+            total = total.merge(pod.kv_transfer)
         return total
 
     def hasten(self) -> None:
@@ -125,32 +145,48 @@ class StatsCollector:
         """Asks every pod once. Returns the services whose statistics are not what they were."""
         try:
             keys = await self._cluster.list_services()
-            services = {key: _look(await self._cluster.list_owned(key), key) for key in keys}
+            services = {key: service for key in keys if (service := await self._look(key)) is not None}
         except ClusterError as error:
             _LOG.warning("statistics were not collected: %s", error)
             return []
         self._forget_all_but(services)
         await self._channels.keep_only({t.ip for service in services.values() for t in service.targets})
         await asyncio.gather(*(self._ask(key, t, s.desired) for key, s in services.items() for t in s.targets))
-        shown = {key: _shown(self.pod_stats(key)) for key in keys}
-        changed = [key for key in keys if shown[key] != self._shown.get(key, {})]
+        shown = {key: _shown(self.pod_stats(key)) for key in services}
+        changed = [key for key in services if shown[key] != self._shown.get(key, {})]
         self._shown = shown
         return changed
 
+    async def _look(self, key: ServiceKey) -> _Service | None:
+        """None if it is gone by now."""
+        manifest = await self._cluster.get_service(key)
+        if manifest is None:
+            return None
+        meta = manifest["metadata"]
+        owned = await self._cluster.list_owned(key)
+        pods = [obj for obj in owned if obj["kind"] == "Pod" and not _is_leftover(obj["metadata"], meta)]
+        return _Service(
+            uid=meta.get("uid", ""),
+            targets=tuple(_serving_pods(pods)),
+            pod_uids=frozenset(pod["metadata"].get("uid", "") for pod in pods),
+            desired=_desired_speculation(owned, key),
+        )
+
     def _forget_all_but(self, services: Mapping[ServiceKey, _Service]) -> None:
         """Drops services and pods that are gone; a pod that is only not ready keeps its history."""
-        for key in self._pods.keys() - services.keys():
-            del self._pods[key]
-            self._gone.pop(key, None)
+        for key in self._known.keys() - services.keys():
+            del self._known[key]
         for key, service in services.items():
-            known = self._pods.setdefault(key, {})
-            for uid in known.keys() - service.pod_uids:
-                if (last := known.pop(uid).stats) is not None:
-                    self._gone[key] = self._gone.get(key, NO_TRANSFERS).merge(last.kv_transfer)
+            known = self._known.get(key)
+            if known is None or known.service_uid != service.uid:
+                known = self._known[key] = _Known(service.uid)
+            for uid in known.pods.keys() - service.pod_uids:
+                known.gone = known.gone.merge(known.pods.pop(uid).kv_transfer)
 
     async def _ask(self, key: ServiceKey, target: _Target, desired: DesiredSpeculation | None) -> None:
-        pods = self._pods[key]
-        pod = pods.setdefault(target.uid, _Pod(PodHistory(window_seconds=self._options.window_seconds)))
+        pod = self._known[key].pods.setdefault(
+            target.uid, _Pod(PodHistory(window_seconds=self._options.window_seconds))
+        )
         try:
             async with self._calls:
                 answer = await self._channels.get_stats(target.ip, timeout_seconds=self._options.timeout_seconds)
@@ -167,6 +203,8 @@ class StatsCollector:
         pod.is_silent = False
         pod.answered_at = self._clock.time()
         own = replace(stats, pod_name=target.name, pod_uid=target.uid)
+        if pod.stats is None and own.uptime_seconds > self._clock.time() - self._started_at:
+            pod.inherited = own.kv_transfer
         pod.stats = pod.history.add(own, self._clock.time())
 
     async def _push(self, target: _Target, desired: DesiredSpeculation) -> None:
@@ -193,20 +231,20 @@ class StatsCollector:
                 await asyncio.gather(*waits, return_exceptions=True)
 
 
-def _look(owned: Sequence[Manifest], key: ServiceKey) -> _Service:
-    return _Service(
-        targets=tuple(_serving_pods(owned)),
-        pod_uids=frozenset(obj["metadata"].get("uid", "") for obj in owned if obj["kind"] == "Pod"),
-        desired=_desired_speculation(owned, key),
-    )
+def _is_leftover(pod: Manifest, service: Manifest) -> bool:
+    """By the metadata of both: True for a pod of an older service of the same name. It has the label while it ends."""
+    created, service_created = pod.get("creationTimestamp"), service.get("creationTimestamp")
+    if not (pod.get("deletionTimestamp") and created and service_created):
+        return False  # an older pod that goes on was handed over to the new service
+    return datetime.fromisoformat(created) < datetime.fromisoformat(service_created)
 
 
-def _serving_pods(owned: Iterable[Manifest]) -> Iterable[_Target]:
+def _serving_pods(pods: Iterable[Manifest]) -> Iterable[_Target]:
     """Ready prefill and decode pods with an address."""
-    for obj in owned:
-        meta, status = obj["metadata"], obj.get("status") or {}
+    for pod in pods:
+        meta, status = pod["metadata"], pod.get("status") or {}
         pool = (meta.get("labels") or {}).get(LABEL_POOL, "")
-        if obj["kind"] != "Pod" or pool not in _SERVING_POOLS or not status.get("podIP"):
+        if pool not in _SERVING_POOLS or not status.get("podIP"):
             continue
         conditions = status.get("conditions") or ()
         if any(c.get("type") == "Ready" and c.get("status") == "True" for c in conditions):

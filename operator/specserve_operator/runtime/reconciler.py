@@ -12,14 +12,17 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from specserve_operator.api.conditions import EventReason
+from specserve_operator.api.status import KvTransferStatus
+from specserve_operator.api.v1alpha1 import SpeculativeService
 from specserve_operator.api.validation import InvalidManifest, parse_service
 from specserve_operator.cluster.protocol import ApplyOutcome, Cluster, ClusterError
 from specserve_operator.core.config import OperatorConfig
 from specserve_operator.core.events import transition_events
+from specserve_operator.core.measurements import stored_kv_transfer
 from specserve_operator.core.objects import ApplyFailure, Event, EventType, Manifest, ObjectRef, ServiceKey
 from specserve_operator.core.plan import plan
 from specserve_operator.core.snapshot import build_snapshot
-from specserve_operator.core.stats import KvTransferStats, PodStats
+from specserve_operator.core.stats import PodStats, TransferTotals
 from specserve_operator.core.status import compute_status
 from specserve_operator.render import render
 from specserve_operator.runtime.clock import Clock, sleep
@@ -37,8 +40,8 @@ class StatsSource(Protocol):
         """By pod uid; empty where nothing is known."""
         ...
 
-    def kv_transfer(self, key: ServiceKey) -> KvTransferStats:
-        """The sum over all pods there have been: it never shrinks."""
+    def kv_transfer(self, key: ServiceKey, service_uid: str) -> TransferTotals:
+        """The sum over all pods of this very service that have been heard of: it never shrinks."""
         ...
 
     def hasten(self) -> None:
@@ -86,6 +89,8 @@ class Reconciler:
         self.queue: WorkQueue[ServiceKey] = WorkQueue(clock, backoff=self._options.backoff)
         # What was last applied: a field that is no longer rendered must be applied away, and does not show as drift.
         self._applied: dict[ServiceKey, dict[ObjectRef, Manifest]] = {}
+        # What a service's status said at the first look, before this control plane wrote any, with the service's uid.
+        self._found: dict[ServiceKey, tuple[str, KvTransferStatus]] = {}
 
     async def reconcile(self, key: ServiceKey) -> float | None:
         """One step of one service. Returns when to look again in seconds; None: only when something changes.
@@ -95,6 +100,7 @@ class Reconciler:
         manifest = await self._cluster.get_service(key)
         if manifest is None or manifest["metadata"].get("deletionTimestamp"):
             self._applied.pop(key, None)  # the cluster removes the children, which are owned by the service
+            self._found.pop(key, None)
             return None
         try:
             service = parse_service(manifest)
@@ -108,7 +114,8 @@ class Reconciler:
             config=self._config,
             now=self._clock.utc_now(),
             pod_stats=self._stats.pod_stats(key),
-            kv_transfer=self._stats.kv_transfer(key),
+            kv_transfer=self._stats.kv_transfer(key, service.metadata.uid),
+            kv_transfer_found=self._kv_transfer_found(key, service),
         )
         plan_ = plan(snapshot)
         refused = await self._apply(key, render(plan_), children)
@@ -122,6 +129,13 @@ class Reconciler:
             await self._cluster.emit(key, Event(EventType.WARNING, EventReason.APPLY_FAILED, str(failure)))
         _raise_first(failures)
         return plan_.requeue_after_seconds
+
+    def _kv_transfer_found(self, key: ServiceKey, service: SpeculativeService) -> KvTransferStatus:
+        """The totals of earlier control planes. A service that was made anew under the same name has none."""
+        uid, found = service.metadata.uid, self._found.get(key)
+        if found is None or found[0] != uid:
+            found = self._found[key] = (uid, stored_kv_transfer(service.status))
+        return found[1]
 
     async def _apply(
         self, key: ServiceKey, rendered: Iterable[Manifest], children: Sequence[Manifest]

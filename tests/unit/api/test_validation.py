@@ -96,6 +96,10 @@ def test_model_uri_alone_is_a_service() -> None:
             "spec.objectives.timePerOutputToken: percentile must differ from entry to entry: 90 is doubled",
         ),
         ({"decode": {"template": {"spec": {"containers": [{}]}}}}, "spec.decode.template: spec.containers[0].name"),
+        (
+            {"decode": {"template": {"spec": {"containers": [{"name": "a"}, {"name": "b"}, {"name": "a"}]}}}},
+            "spec.decode.template: spec.containers[2].name: a stands twice",
+        ),
         ({"decode": {"template": {"spec": {"volumes": {}}}}}, "spec.decode.template: spec.volumes must be a list"),
         ({"decode": {"template": {"spec": []}}}, "spec.decode.template: spec must be an object"),
         ({"decode": {"template": {"sepc": {}}}}, "spec.decode.template: unknown field sepc"),

@@ -42,7 +42,7 @@ class StubClient:
     def list_objects(self, kind: str, *, namespace: str | None = None) -> list[dict[str, Any]]:
         return self.objects[kind] if namespace == "default" else []
 
-    def follow_logs(self, namespace: str, pod: str, **options: Any) -> Iterator[str]:
+    def log_lines(self, namespace: str, pod: str, **options: Any) -> Iterator[str]:
         self.log_options.append(options)
         text = self.log_texts.get(pod, ApiError(f"no pod {pod}; there is: d0", status=404))
         if isinstance(text, Exception):

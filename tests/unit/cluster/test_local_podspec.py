@@ -13,7 +13,6 @@ from specserve_operator.cluster.local.podspec import (
     PodConfigError,
     base_environment,
     expand,
-    limit_environment,
     plan_launch,
     resolve_env,
     resolve_port,
@@ -173,25 +172,17 @@ def test_pod_that_reads_pods_sees_no_proxy() -> None:
     assert env.keys() == {"PATH", "PYTHONUNBUFFERED"}
 
 
-@pytest.mark.parametrize(("limit", "threads"), [("1", "1"), (4, "4"), ("2500m", "2"), ("100m", "1"), ("1.5", "1")])
-def test_a_cpu_limit_limits_threads(limit: str | int, threads: str) -> None:
-    assert limit_environment({"name": "engine", "resources": {"limits": {"cpu": limit}}}) == {
-        "OMP_NUM_THREADS": threads
-    }
-
-
-def test_the_containers_own_variables_win_over_its_limit(tmp_path: Path) -> None:
-    container = {
-        "name": "engine",
-        "command": ["true"],
-        "resources": {"limits": {"cpu": "2"}},
-        "env": [{"name": "OMP_NUM_THREADS", "value": "3"}],
-    }
+@pytest.mark.parametrize(
+    ("limit", "cpus"),
+    [("1", "1"), (4, "4"), ("2500m", "2.5"), ("100m", "0.1"), ("1.5", "1.5"), (".5", "0.5"), ("2e0", "2")],
+)
+def test_a_cpu_limit_is_told(tmp_path: Path, limit: str | int, cpus: str) -> None:
+    container = {"name": "engine", "command": ["true"], "resources": {"limits": {"cpu": limit}}}
     planned = plan_launch(POD, container, mounts=[], base_env={}, read_config=nothing, working_dir=tmp_path)
-    assert planned.env["OMP_NUM_THREADS"] == "3"
+    assert planned.env == {"SPECSERVE_CPU_LIMIT": cpus}
 
 
-@pytest.mark.parametrize("limit", ["many", "-1", "2 CPUs"])
+@pytest.mark.parametrize("limit", ["many", "-1", "0", "2 CPUs", "NaN", "m"])
 def test_a_wrong_cpu_limit_is_named(tmp_path: Path, limit: str) -> None:
     container = {"name": "engine", "command": ["true"], "resources": {"limits": {"cpu": limit}}}
     with pytest.raises(PodConfigError, match="resources of container engine is malformed"):

@@ -199,3 +199,13 @@ async def test_metrics_say_what_get_stats_says(pod: Pod):
     assert 'specserve_worker_kv_transfer_bytes_total{direction="loaded",pool="decode"} 700.0' in text
     assert 'specserve_worker_draft_tokens_total{policy="DSDE",pool="decode"} 9.0' in text
     assert 'specserve_worker_time_to_first_token_seconds_count{pool="decode"} 1.0' in text
+
+
+async def test_watchers_of_the_health_service_take_no_place_from_other_calls(pod: Pod):
+    stub = health_pb2_grpc.HealthStub(pod.channel)
+    for _ in range(80):  # more than the server takes calls at once, and none is closed by its client
+        watch = stub.Watch(health_pb2.HealthCheckRequest(), timeout=60)
+        with pytest.raises(grpc.aio.AioRpcError):
+            await anext(aiter(watch))
+        assert await watch.code() is grpc.StatusCode.UNIMPLEMENTED
+    assert (await pod.stub.GetStats(control_pb2.GetStatsRequest(), timeout=5)).pod_uid == "u1"

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+from specserve_operator.api.status import KvTransferStatus
 from specserve_operator.api.v1alpha1 import SpeculativeService
 from specserve_operator.core.config import OperatorConfig
 from specserve_operator.core.objects import Manifest
@@ -17,6 +18,7 @@ from specserve_operator.core.stats import (
     RequestStats,
     SpeculationSettings,
     SpeculationStats,
+    TransferTotals,
     merge_pool_stats,
 )
 from specserve_operator.render import render
@@ -59,14 +61,28 @@ def make_snapshot(
     *,
     now: datetime = NOW,
     stats: Iterable[PodStats] = (),
-    kv_transfer: KvTransferStats | None = None,
+    kv_transfer: TransferTotals | None = None,
+    kv_transfer_found: KvTransferStatus | None = None,
     config: OperatorConfig = CONFIG,
 ) -> Snapshot:
-    """`kv_transfer` by default: what the pods of `stats` say, as if there had never been others."""
+    """`kv_transfer` by default: what the pods of `stats` say, as if there had never been others, nor an operator."""
     pod_stats = {s.pod_uid: s for s in stats}
     if kv_transfer is None:
-        kv_transfer = merge_pool_stats(pod_stats.values()).kv_transfer
-    return build_snapshot(service, children, config=config, now=now, pod_stats=pod_stats, kv_transfer=kv_transfer)
+        kv_transfer = totals_of(pod_stats.values())
+    return build_snapshot(
+        service,
+        children,
+        config=config,
+        now=now,
+        pod_stats=pod_stats,
+        kv_transfer=kv_transfer,
+        kv_transfer_found=kv_transfer_found or KvTransferStatus(),
+    )
+
+
+def totals_of(stats: Iterable[PodStats], *, inherited: Iterable[PodStats] = ()) -> TransferTotals:
+    """What these pods have counted; `inherited`: their first answers, of those that are older than the operator."""
+    return TransferTotals(merge_pool_stats(stats).kv_transfer, merge_pool_stats(inherited).kv_transfer)
 
 
 def make_pod(

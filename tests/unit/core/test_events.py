@@ -4,10 +4,11 @@ from collections.abc import Iterable, Sequence
 from datetime import datetime, timedelta
 from typing import Any
 
+from specserve_operator.api.status import KvTransferStatus
 from specserve_operator.core.events import transition_events
 from specserve_operator.core.objects import Manifest
 from specserve_operator.core.plan import plan
-from specserve_operator.core.stats import KvTransferStats, PodStats, merge_pool_stats
+from specserve_operator.core.stats import PodStats, TransferTotals
 from specserve_operator.core.status import compute_status
 from tests.unit.core.builders import (
     DRAFT_MODEL,
@@ -19,6 +20,7 @@ from tests.unit.core.builders import (
     pods_of,
     ready_children,
     set_ready,
+    totals_of,
 )
 
 Status = dict[str, Any]
@@ -32,11 +34,14 @@ def observe(
     previous: Status | None = None,
     now: datetime = NOW,
     stats: Iterable[PodStats] = (),
-    kv_transfer: KvTransferStats | None = None,
+    kv_transfer: TransferTotals | None = None,
+    kv_transfer_found: KvTransferStatus | None = None,
 ) -> tuple[Status, Told]:
     """The next status, and the events of the way there as (type, reason, message)."""
     service = disaggregated(status=previous or {}, **spec)
-    snapshot = make_snapshot(service, children, now=now, stats=stats, kv_transfer=kv_transfer)
+    snapshot = make_snapshot(
+        service, children, now=now, stats=stats, kv_transfer=kv_transfer, kv_transfer_found=kv_transfer_found
+    )
     plan_ = plan(snapshot)
     status = compute_status(snapshot, plan_)
     events = transition_events(previous or {}, status, snapshot, plan_)
@@ -125,7 +130,7 @@ def test_pods_that_fall_silent_or_leave_and_others_that_come_are_no_news_of_kv_t
         decode_stats_of(pods[0], transfers=7, fallbacks={"connect": 2}),
         decode_stats_of(pods[1], transfers=4, fallbacks={"stalled": 2}),
     ]
-    total = merge_pool_stats(failing).kv_transfer
+    total = totals_of(failing)
     status, told = observe({}, children, previous=first, stats=failing)
     assert reasons(told) == ["KVTransferFallback"]
     for answering in (failing[:1], failing, failing[1:], [], failing):
@@ -144,10 +149,55 @@ def test_totals_that_a_restarted_operator_no_longer_knows_are_no_news() -> None:
     good, _ = observe({}, children, stats=[decode_stats_of(pods[0], transfers=7)])
     causes = {"connect": 5}
     bad, _ = observe({}, children, previous=good, stats=[decode_stats_of(pods[0], transfers=7, fallbacks=causes)])
-    _, told = observe(
-        {}, children, previous=bad, stats=[decode_stats_of(pods[0], transfers=3, fallbacks={"connect": 1})]
+    found = KvTransferStatus(**bad["kvTransfer"])
+    first = [decode_stats_of(pods[0], transfers=3, fallbacks={"connect": 1})]
+    status, told = observe(
+        {},
+        children,
+        previous=bad,
+        stats=first,
+        kv_transfer=totals_of(first, inherited=first),
+        kv_transfer_found=found,
     )
+    assert (status, told) == (bad, [])
+    later = [decode_stats_of(pods[0], transfers=3, fallbacks={"connect": 3})]
+    status, told = observe(
+        {},
+        children,
+        previous=bad,
+        stats=later,
+        kv_transfer=totals_of(later, inherited=first),
+        kv_transfer_found=found,
+    )
+    assert told == [
+        (
+            "Warning",
+            "KVTransferFallback",
+            "2 prompts prefilled by decode pods (connect 3); in all 7 of 14 prompts that were meant for prefill pods",
+        )
+    ]
+
+
+def test_the_end_of_the_prefill_pool_is_no_recovery() -> None:
+    children = ready_children(disaggregated())
+    pods = pods_of(children, "decode")
+    good, _ = observe({}, children, stats=[decode_stats_of(pods[0])])
+    bad, told = observe({}, children, previous=good, stats=[decode_stats_of(pods[0], fallbacks={"connect": 1})])
+    assert reasons(told) == ["KVTransferFallback"]
+    _, told = observe({"prefill": None}, children, previous=bad)
+    assert "KVTransferResumed" not in reasons(told)
+
+
+def test_pods_that_fall_silent_have_not_switched_speculation_off() -> None:
+    children = ready_children(disaggregated())
+    pod = pods_of(children, "decode")[0]
+    first, _ = observe({}, children)
+    on, _ = observe({}, children, previous=first, stats=[decode_stats_of(pod)])
+    silent, told = observe({}, children, previous=on)
     assert told == []
+    assert (silent["speculation"]["state"], silent["speculation"]["policy"]) == ("On", "DSDE")
+    assert silent["speculation"]["reason"] == "MetricsStale"
+    assert observe({}, children, previous=silent, stats=[decode_stats_of(pod)])[1] == []
 
 
 def test_a_failing_pod_is_told_with_its_last_words() -> None:

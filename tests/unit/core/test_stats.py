@@ -157,3 +157,9 @@ def test_settings_on_which_pods_differ_are_not_reported_as_common() -> None:
 def test_no_pods_are_no_traffic() -> None:
     merged = merge_pool_stats([])
     assert (merged.pods, merged.requests.started, merged.speculation.total.acceptance_ratio) == (0, 0, None)
+
+
+def test_causes_of_fallbacks_are_put_into_words() -> None:
+    stats = KvTransferStats(fallbacks=(("stalled", 1), ("no_peers", 0), ("connect", 2)))
+    assert stats.fallback_causes == "connect 2, stalled 1"
+    assert KvTransferStats().fallback_causes == "cause unknown"

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from specserve_operator.api.conditions import ConditionType
-from specserve_operator.api.status import ServiceStatus
+from specserve_operator.api.status import KvTransferStatus, ServiceStatus
 from specserve_operator.core.config import OperatorConfig
-from specserve_operator.core.measurements import round_significant
+from specserve_operator.core.measurements import round_significant, stored_kv_transfer
 from specserve_operator.core.objects import ApplyFailure, Manifest, ObjectRef
 from specserve_operator.core.plan import plan
-from specserve_operator.core.stats import PodStats
+from specserve_operator.core.stats import PodStats, TransferTotals
 from specserve_operator.core.status import compute_status
 from tests.unit.core.builders import (
     DRAFT_MODEL,
@@ -28,6 +28,7 @@ from tests.unit.core.builders import (
     pods_of,
     ready_children,
     set_ready,
+    totals_of,
 )
 
 Status = dict[str, Any]
@@ -40,10 +41,12 @@ def status_of(
     previous: Status | None = None,
     now: datetime = NOW,
     stats: Iterable[PodStats] = (),
+    kv_transfer: TransferTotals | None = None,
     failures: Sequence[ApplyFailure] = (),
 ) -> Status:
     """The status of a disaggregated service with `spec`; checked against its model."""
-    snapshot = make_snapshot(disaggregated(status=previous or {}, **spec), children, now=now, stats=stats)
+    service = disaggregated(status=previous or {}, **spec)
+    snapshot = make_snapshot(service, children, now=now, stats=stats, kv_transfer=kv_transfer)
     status = compute_status(snapshot, plan(snapshot), failures)
     validated = ServiceStatus.model_validate(status).to_manifest()
     assert {name: validated[name] for name in status} == status
@@ -226,7 +229,11 @@ def test_the_transition_time_moves_only_when_the_status_flips() -> None:
 
 
 def test_a_status_of_a_newer_operator_is_no_obstacle() -> None:
-    newer = {"conditions": [{"type": "Ready", "status": "Perhaps", "reason": "Sunspots"}], "pools": None}
+    newer = {
+        "conditions": [{"type": "Ready", "status": "Perhaps", "reason": "Sunspots"}],
+        "pools": None,
+        "speculation": {"state": "Sometimes"},
+    }
     status = status_of({}, ready_children(disaggregated()), previous=newer)
     assert verdict(status, "Ready") == ("True", "AllPoolsReady")
 
@@ -317,10 +324,35 @@ def test_kv_transfer_names_the_missing_prefill_pods() -> None:
     assert verdict(status_of({}, children, previous=good), "KVTransferReady") == ("False", "NoPrefillPeers")
 
 
+def test_fallbacks_for_want_of_prefill_pods_are_no_failure_once_those_are_back() -> None:
+    children = ready_children(disaggregated())
+    idle = status_of({}, children, stats=decode_stats(children))
+    prefill = pods_of(children, "prefill")[0]
+    set_ready(prefill, False)
+    fallen_back = decode_stats(children, fallbacks={"no_peers": 5})
+    away = status_of({}, children, previous=idle, stats=fallen_back)
+    assert verdict(away, "KVTransferReady") == ("Unknown", "NoPrefillPeers")
+    set_ready(prefill, True)
+    back = status_of({}, children, previous=away, stats=fallen_back)
+    assert verdict(back, "KVTransferReady") == ("Unknown", "NoTraffic")
+    more = status_of({}, children, previous=back, stats=decode_stats(children, fallbacks={"no_peers": 5, "connect": 1}))
+    assert verdict(more, "KVTransferReady") == ("False", "TransferFailing")
+
+
+def test_totals_without_earlier_ones_to_compare_are_no_failure() -> None:
+    children = ready_children(disaggregated())
+    aggregated = status_of({"prefill": None}, children)
+    assert "kvTransfer" not in aggregated
+    first = status_of({}, children, previous=aggregated, stats=decode_stats(children, fallbacks={"connect": 3}))
+    assert first["kvTransfer"]["fallbacks"] == 3
+    assert verdict(first, "KVTransferReady") == ("Unknown", "NoTraffic")
+
+
 def test_silent_pods_leave_the_totals_and_make_the_conditions_unknown() -> None:
     children = ready_children(disaggregated())
-    good = status_of({}, children, stats=decode_stats(children, transfers=2, drafted=500, accepted=300, verified=100))
-    silent = status_of({}, children, previous=good)
+    stats = decode_stats(children, transfers=2, drafted=500, accepted=300, verified=100)
+    good = status_of({}, children, stats=stats)
+    silent = status_of({}, children, previous=good, kv_transfer=totals_of(stats))
     assert verdict(silent, "KVTransferReady") == ("Unknown", "MetricsStale")
     assert verdict(silent, "SpeculationEffective") == ("Unknown", "MetricsStale")
     assert silent["kvTransfer"] == good["kvTransfer"]
@@ -414,6 +446,11 @@ def test_latency_without_objectives_is_shown_alone() -> None:
 )
 def test_milliseconds_are_rounded_to_two_digits(value: float, rounded: int) -> None:
     assert round_significant(value) == rounded
+
+
+@pytest.mark.parametrize("stored", [None, {}, {"kvTransfer": {"transfers": "7", "fallbacks": -1, "bytes": None}}])
+def test_totals_that_are_no_numbers_count_as_none(stored: Status | None) -> None:
+    assert stored_kv_transfer(stored or {}) == KvTransferStatus()
 
 
 # Scaling, endpoint, invalid specs

@@ -247,6 +247,23 @@ def test_standard_health_service_answers(producer: Any) -> None:
             assert response.status == health_pb2.HealthCheckResponse.SERVING
 
 
+def test_watchers_of_the_health_service_take_no_place_from_fetches(
+    make_producer: Make, consumer: Any, order_for: Make
+) -> None:
+    producer = make_producer(limits=ServerLimits(max_streams=2))
+    lease = producer.hold()
+    with grpc.insecure_channel(producer.address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        for _ in range(24):  # more than the server takes calls at once, and none is closed by its client
+            watch = stub.Watch(health_pb2.HealthCheckRequest(), timeout=60)
+            with pytest.raises(grpc.RpcError):
+                next(watch)
+            assert watch.code() is grpc.StatusCode.UNIMPLEMENTED
+        assert consumer.client.fetch(order_for(producer, lease)) > 0
+        response = stub.Check(health_pb2.HealthCheckRequest(), timeout=10)
+        assert response.status == health_pb2.HealthCheckResponse.SERVING
+
+
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.binary(max_size=3000), st.sampled_from([b"", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"\x16\x03\x01\x02\x00"]))
 def test_garbage_on_the_port_does_no_harm(producer: Any, data: bytes, prefix: bytes) -> None:

@@ -126,6 +126,13 @@ def test_a_probe_is_adjusted_by_field_or_replaced_by_another_kind() -> None:
         "exec": {"command": ["true"]},
         "failureThreshold": 30,
     }
+    assert merge_engine(livenessProbe={"httpGet": {"path": "/alive"}})["livenessProbe"] == {
+        "httpGet": {"path": "/alive", "port": "http"},
+        "failureThreshold": 30,
+    }
+    assert (
+        merge_engine(livenessProbe={"exec": None})["livenessProbe"] == (OURS["spec"]["containers"][0]["livenessProbe"])
+    )
 
 
 def test_other_containers_are_added_behind_ours() -> None:

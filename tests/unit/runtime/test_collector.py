@@ -1,13 +1,13 @@
 """Statistics of pods: who is asked, what is kept, who is woken, and what is pushed."""
 
 import asyncio
-from collections.abc import Collection
+from unittest.mock import AsyncMock
 
 from specserve_operator.constants import LABEL_POOL, LABEL_SERVICE
 from specserve_operator.core.objects import ObjectRef, ServiceKey
 from specserve_operator.runtime.collector import CollectorOptions, StatsCollector
-from specserve_operator.runtime.control_channels import PodUnreachableError
 from specserve_protos.v1alpha1 import control_pb2 as pb
+from tests.fakes.channels import FakeChannels
 from tests.fakes.clock import FakeClock, settle
 from tests.fakes.cluster import MemoryCluster
 
@@ -16,47 +16,13 @@ STATE = """{"generation": 2, "speculation":
   {"policy": "Off", "cap": "None", "minTokens": 0, "maxTokens": 8, "staticTokens": 0}}"""
 
 
-class FakeChannels:
-    """Pods by address: what they answer, or that they do not."""
-
-    def __init__(self) -> None:
-        self.answers: dict[str, pb.GetStatsResponse | None] = {}
-        self.pushed: list[tuple[str, pb.SetSpeculationRequest]] = []
-        self.kept: set[str] = set()
-        self.asked: list[str] = []
-        self.is_closed = False
-        self.running = self.most_running = 0
-
-    async def get_stats(self, pod_ip: str, *, timeout_seconds: float) -> pb.GetStatsResponse:
-        self.asked.append(pod_ip)
-        self.running += 1
-        self.most_running = max(self.most_running, self.running)
-        await asyncio.sleep(0)
-        self.running -= 1
-        answer = self.answers.get(pod_ip)
-        if answer is None:
-            raise PodUnreachableError("UNAVAILABLE")
-        return answer
-
-    async def set_speculation(
-        self, pod_ip: str, request: pb.SetSpeculationRequest, *, timeout_seconds: float
-    ) -> pb.SetSpeculationResponse:
-        self.pushed.append((pod_ip, request))
-        return pb.SetSpeculationResponse(applied=True)
-
-    async def keep_only(self, pod_ips: Collection[str]) -> None:
-        self.kept = set(pod_ips)
-
-    async def close(self) -> None:
-        self.is_closed = True
-
-
 class World:
     """A service with pods, a clock and a collector."""
 
     def __init__(self, **options: float) -> None:
         self.cluster, self.clock, self.channels = MemoryCluster(), FakeClock(), FakeChannels()
         self.key = self.cluster.put(SERVICE)
+        self.uid = self.service_uid()
         self.collector = StatsCollector(
             self.cluster,
             clock=self.clock,
@@ -89,8 +55,28 @@ class World:
         }
         self.cluster.objects[ObjectRef.of(config_map)] = config_map
 
+    def make_service_anew(self) -> None:
+        """Within one poll. Pods of the old one are on their way out."""
+        lingering = dict(self.cluster.objects)
+        for pod in lingering.values():
+            pod["metadata"]["deletionTimestamp"] = "2030-01-01T11:59:59Z"
+        self.cluster.remove(self.key)
+        self.cluster.put({**SERVICE, "metadata": {"name": "tiny", "creationTimestamp": "2030-01-01T12:00:00Z"}})
+        self.cluster.objects |= lingering
+        self.uid = self.service_uid()
+
+    def service_uid(self) -> str:
+        return str(self.cluster.services[self.key]["metadata"]["uid"])
+
+    def created(self, name: str, time: str) -> None:
+        pod = self.cluster.objects[ObjectRef("v1", "Pod", self.key.namespace, name)]
+        pod["metadata"]["creationTimestamp"] = time
+
     def transfers(self) -> int:
-        return self.collector.kv_transfer(self.key).remote_prefills
+        return self.collector.kv_transfer(self.key, self.uid).counted.remote_prefills
+
+    def inherited(self) -> int:
+        return self.collector.kv_transfer(self.key, self.uid).inherited.remote_prefills
 
     def started(self) -> dict[str, int]:
         return {uid: stats.requests.started for uid, stats in self.collector.pod_stats(self.key).items()}
@@ -190,6 +176,72 @@ async def test_the_sum_of_transfers_keeps_pods_that_are_silent_or_gone_but_no_se
     world.cluster.remove(world.key)
     await world.collector.poll()
     assert world.transfers() == 0
+
+
+async def test_what_older_pods_had_counted_at_their_first_answer_is_inherited() -> None:
+    world = World()
+    world.clock.advance(10.0)
+    world.pod("old", "10.0.0.1")
+    world.answer("old", "10.0.0.1", transfers=3, uptime=100.0)
+    world.pod("young", "10.0.0.2")
+    world.answer("young", "10.0.0.2", transfers=4, uptime=9.0)
+    await world.collector.poll()
+    assert (world.transfers(), world.inherited()) == (7, 3)
+    world.answer("old", "10.0.0.1", transfers=5, uptime=102.0)
+    await world.collector.poll()
+    assert (world.transfers(), world.inherited()) == (9, 3)
+    world.answer("old", "10.0.0.1", transfers=1, uptime=1.0)  # its container was started again
+    await world.collector.poll()
+    assert (world.transfers(), world.inherited()) == (10, 3)
+    del world.cluster.objects[ObjectRef("v1", "Pod", world.key.namespace, "old")]
+    await world.collector.poll()
+    assert (world.transfers(), world.inherited()) == (10, 3)
+
+
+async def test_a_service_that_is_made_anew_within_one_poll_inherits_nothing() -> None:
+    world = World()
+    world.clock.advance(60.0)
+    world.pod("gone", "10.0.0.1")
+    world.answer("gone", "10.0.0.1", transfers=3)
+    world.pod("leaving", "10.0.0.2")
+    world.created("leaving", "2030-01-01T11:00:00Z")
+    world.answer("leaving", "10.0.0.2", transfers=4)
+    await world.collector.poll()
+    del world.cluster.objects[ObjectRef("v1", "Pod", world.key.namespace, "gone")]
+    await world.collector.poll()
+    assert world.transfers() == 7
+    world.make_service_anew()
+    assert world.transfers() == 0  # before the next poll already
+    world.pod("new", "10.0.0.3")
+    world.created("new", "2030-01-01T12:00:00Z")
+    world.answer("new", "10.0.0.3", transfers=2)
+    await world.collector.poll()
+    assert (world.transfers(), set(world.started())) == (2, {"uid-new"})
+    del world.cluster.objects[ObjectRef("v1", "Pod", world.key.namespace, "leaving")]
+    await world.collector.poll()
+    assert world.transfers() == 2
+
+
+async def test_pods_that_are_deleted_in_the_life_of_their_service_are_asked_to_their_end() -> None:
+    world = World()
+    world.make_service_anew()
+    world.pod("leaving", "10.0.0.1")
+    world.created("leaving", "2030-01-01T12:00:01Z")
+    pod = world.cluster.objects[ObjectRef("v1", "Pod", world.key.namespace, "leaving")]
+    pod["metadata"]["deletionTimestamp"] = "2030-01-01T13:00:00Z"
+    world.answer("leaving", "10.0.0.1", transfers=4)
+    await world.collector.poll()
+    assert world.transfers() == 4
+
+
+async def test_a_service_that_goes_while_it_is_looked_at_is_not_asked() -> None:
+    world = World()
+    world.pod("a", "10.0.0.1")
+    listed = await world.cluster.list_services()
+    world.cluster.remove(world.key)
+    world.cluster.list_services = AsyncMock(return_value=listed)  # type: ignore[method-assign]
+    assert await world.collector.poll() == []
+    assert world.channels.asked == []
 
 
 async def test_an_answer_from_another_pod_at_the_same_address_is_not_taken() -> None:

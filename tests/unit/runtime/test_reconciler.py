@@ -11,7 +11,7 @@ from specserve_operator.cluster.protocol import ClusterError
 from specserve_operator.constants import LABEL_POOL, LABEL_REVISION, LABEL_TARGET_REVISION
 from specserve_operator.core.config import OperatorConfig
 from specserve_operator.core.objects import Manifest, ServiceKey
-from specserve_operator.core.stats import KvTransferStats, PodStats
+from specserve_operator.core.stats import PodStats, TransferTotals
 from specserve_operator.runtime.reconciler import Reconciler, ReconcilerOptions
 from tests.fakes.clock import FakeClock, settle
 from tests.fakes.cluster import MemoryCluster
@@ -37,8 +37,8 @@ class NoStats:
     def pod_stats(self, key: ServiceKey) -> Mapping[str, PodStats]:
         return {}
 
-    def kv_transfer(self, key: ServiceKey) -> KvTransferStats:
-        return KvTransferStats()
+    def kv_transfer(self, key: ServiceKey, service_uid: str) -> TransferTotals:
+        return TransferTotals()
 
     def hasten(self) -> None:
         self.hastened += 1

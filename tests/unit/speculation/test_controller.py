@@ -42,7 +42,7 @@ def controller(**lengths: int) -> SpeculationController:
 
 def batch(starts: tuple[int, int], ends: tuple[int, int]) -> Batch:
     tables = np.arange(1, 25, dtype=np.int32).reshape(2, 12)
-    return Batch(("a", "b"), tables, np.array(starts), np.array(ends))
+    return Batch(("a", "b"), tables, list(starts), list(ends))
 
 
 def test_the_longest_usable_length_decides_the_passes() -> None:

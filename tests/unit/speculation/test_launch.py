@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from specserve_workers.vllm import launch
-from specserve_workers.vllm.cores import count_cores
+from specserve_workers.vllm.cores import count_cores, cpu_limit
 from specserve_workers.vllm.launch import (
     OWNED_FLAGS,
     WORKER_CLASSES,
@@ -53,25 +53,33 @@ def test_the_cuda_build_is_held_to_the_v1_runner_and_synchronous_scheduling() ->
 @pytest.mark.parametrize(
     ("arguments", "threads"),
     [
-        ([], "8"),
-        (["--dtype", "float32", "--tensor-parallel-size", "2"], "4"),
-        (["-tp=4", "--max-num-seqs=2"], "2"),
+        ([], "6"),
+        (["--dtype", "float32", "--tensor-parallel-size", "2"], "3"),
+        (["-tp=4", "--max-num-seqs=2"], "1"),
         (["--tensor_parallel_size", "16"], "1"),
-        (["-tp", "many"], "8"),
+        (["-tp", "many"], "6"),
     ],
 )
 def test_engines_on_cpus_share_their_machine(
     monkeypatch: pytest.MonkeyPatch, arguments: list[str], threads: str
 ) -> None:
-    monkeypatch.setattr(launch, "count_cores", lambda: 8)
-    environ: dict[str, str] = {}
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(1000, 1016)))
+    environ = {"SPECSERVE_CPU_LIMIT": "6.5"}
     prepare_environment(Platform.CPU, arguments, environ=environ)
     assert environ == {
+        "SPECSERVE_CPU_LIMIT": "6.5",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "OMP_NUM_THREADS": threads,
         "OMP_WAIT_POLICY": "PASSIVE",
     }
+
+
+def test_several_ranks_without_a_limit_are_bound_by_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "cpu_limit", lambda environ: None)
+    environ: dict[str, str] = {}
+    prepare_environment(Platform.CPU, ["-tp", "2"], environ=environ)
+    assert environ == {}
 
 
 def test_what_the_user_says_of_threads_stays() -> None:
@@ -92,23 +100,27 @@ def four_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("limit", "cores"),
+    ("content", "limit", "cores"),
     [
-        ("max 100000", 4),
-        ("250000 100000", 2),
-        ("50000 100000", 1),
-        ("1600000 100000", 4),
-        ("", 4),
-        ("100000 0", 4),
+        ("max 100000", None, 4),
+        ("250000 100000", 2.5, 2),
+        ("50000 100000", 0.5, 1),
+        ("1600000 100000", 16.0, 4),
+        ("", None, 4),
+        ("100000 0", None, 4),
     ],
 )
-def test_cores_are_counted_within_the_limit_of_the_container(four_cores: Path, limit: str, cores: int) -> None:
-    (four_cores / "cpu.max").write_text(limit)
-    assert count_cores(cpu_folder=four_cores, cgroup_limit=four_cores / "cpu.max") == cores
+def test_cores_are_counted_within_the_limit_of_the_container(
+    four_cores: Path, content: str, limit: float | None, cores: int
+) -> None:
+    (four_cores / "cpu.max").write_text(content)
+    found = cpu_limit(environ={}, cgroup_limit=four_cores / "cpu.max")
+    assert found == limit
+    assert count_cores(found, cpu_folder=four_cores) == cores
 
 
 def test_processors_of_unknown_topology_count_as_cores(four_cores: Path, tmp_path: Path) -> None:
-    assert count_cores(cpu_folder=tmp_path / "none", cgroup_limit=tmp_path / "none") == 8
+    assert count_cores(cpu_folder=tmp_path / "none") == 8
 
 
 def test_every_flag_that_is_set_here_is_owned() -> None:

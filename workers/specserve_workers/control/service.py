@@ -1,4 +1,4 @@
-"""gRPC `ControlService` of a serving pod, with the standard health service beside it."""
+"""gRPC `ControlService` of a serving pod, with the standard health service (`Check` only) beside it."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -108,12 +108,21 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
         return control_pb2.DrainResponse(drained=drained, running=self._drain.running)
 
 
+class _HealthServicer(health.aio.HealthServicer):
+    """Only `Check`, which is short: a `Watch` takes one of the RPCs for as long as its client likes."""
+
+    async def Watch(  # noqa: N802
+        self, request: health_pb2.HealthCheckRequest, context: "Context"
+    ) -> None:
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "only Check is served")
+
+
 class ControlServer:
     """The gRPC server of the control port, in the event loop of the HTTP server."""
 
     def __init__(self, service: ControlService, *, credentials: grpc.ServerCredentials | None = None) -> None:
         self._server = grpc.aio.server(options=_OPTIONS, maximum_concurrent_rpcs=64)
-        self._health = health.aio.HealthServicer()
+        self._health = _HealthServicer()
         self._credentials = credentials
         control_pb2_grpc.add_ControlServiceServicer_to_server(service, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)

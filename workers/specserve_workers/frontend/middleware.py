@@ -18,6 +18,7 @@ from typing import Any, Final
 
 from specserve_workers.control.drain import DrainState
 from specserve_workers.control.stats import FallbackCause, RequestOutcome, ServingStats
+from specserve_workers.frontend.body_shape import Separators, has_more_checks
 from specserve_workers.frontend.disaggregation import (
     TRANSFER_FIELD,
     TransferParams,
@@ -56,6 +57,10 @@ class FrontendSettings:
     block_size_tokens: int
     drain_timeout_seconds: float
     max_body_bytes: int = 64 << 20
+    # A prompt of a million token ids, or of several millions in text.
+    max_body_separators: int = 1 << 20
+    # Lists and objects, and what else the engine may have to complain of one by one.
+    max_body_containers: int = 1 << 15
 
 
 @dataclass(slots=True)
@@ -165,8 +170,9 @@ class Frontend:
 
     async def _pass_on(self, exchange: "_Exchange", held: HeldResponse) -> None:
         try:
-            await exchange.read_body(self._settings.max_body_bytes)
+            await exchange.read_body(self._settings)
             body = exchange.parse_body()
+            self._check_containers(exchange, body)
             self._check_transfer_params(body)
         except _RefusedError as error:
             await held.replace(error.status, error_body(error.status, str(error), param=error.param))
@@ -188,6 +194,11 @@ class Frontend:
                 self._release(params)
         if exchange.is_client_gone and not held.ended:
             raise _ClientGoneError
+
+    def _check_containers(self, exchange: "_Exchange", body: Any) -> None:
+        most = self._settings.max_body_containers
+        if exchange.separators.count >= most and has_more_checks(body, most):
+            raise _too_large(f"{most} lists, objects and single values (token ids and texts in objects aside)")
 
     def _check_transfer_params(self, body: Any) -> None:
         """Only a prefill pod may be given transfer parameters, and only the order of a decode pod."""
@@ -258,6 +269,7 @@ class _Exchange:
         self._body: bytes | None = None
         self._watch: asyncio.Task[Message] | None = None
         self._disconnected = False
+        self.separators = Separators()
         # Of a header that is given twice, the engine's server reads the first.
         names = dict(reversed(scope["headers"]))
         self.forwarded_headers = {"x-request-id": request_id} | {
@@ -266,14 +278,16 @@ class _Exchange:
         headers = [header for header in scope["headers"] if header[0] != b"x-request-id"]
         self.scope: Scope = {**scope, "headers": [*headers, (b"x-request-id", request_id.encode())]}
 
-    async def read_body(self, max_bytes: int) -> None:
+    @property
+    def _is_upload(self) -> bool:
+        return str(self.scope["path"]).startswith(_UPLOAD_PATHS)
+
+    async def read_body(self, settings: FrontendSettings) -> None:
         """Reads the whole body. Raises _RefusedError once it is known to be larger than allowed."""
-        too_large = _RefusedError(
-            f"The request body is larger than {max_bytes} bytes.", status=HTTPStatus.REQUEST_ENTITY_TOO_LARGE
-        )
+        max_bytes, max_separators = settings.max_body_bytes, settings.max_body_separators
         declared = dict(self.scope["headers"]).get(b"content-length", b"0")
         if declared.isdigit() and int(declared) > max_bytes:
-            raise too_large
+            raise _too_large(f"{max_bytes} bytes")
         parts: list[bytes] = []
         size = 0
         while True:
@@ -283,7 +297,11 @@ class _Exchange:
             parts.append(message.get("body", b""))
             size += len(parts[-1])
             if size > max_bytes:
-                raise too_large
+                raise _too_large(f"{max_bytes} bytes")
+            if not self._is_upload:
+                self.separators.add(parts[-1])
+            if self.separators.count > max_separators:
+                raise _too_large(f"{max_separators} separators (commas, colons, opening brackets and braces)")
             if not message.get("more_body"):
                 self._body = b"".join(parts)
                 return
@@ -299,7 +317,7 @@ class _Exchange:
         """
         if sum(name == b"content-type" for name, _ in self.scope["headers"]) > 1:
             raise _RefusedError("More than one `content-type` header.", param="content-type")
-        if self.scope["path"].startswith(_UPLOAD_PATHS):
+        if self._is_upload:
             return None
         try:
             return json.loads(self._body or b"")
@@ -340,6 +358,10 @@ class _Exchange:
         message = await self._receive()
         self._disconnected = message["type"] == "http.disconnect"
         return message
+
+
+def _too_large(most: str) -> _RefusedError:
+    return _RefusedError(f"The request body has more than {most}.", status=HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
 
 
 def _request_id(scope: Scope) -> str:

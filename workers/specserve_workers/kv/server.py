@@ -163,8 +163,23 @@ class KvTransferServicer(pb_grpc.KvTransferServiceServicer):
         self._counters.add("served_transfers")
 
 
+class _HealthServicer(health.HealthServicer):
+    """Only `Check`, which is short: a `Watch` takes one of the RPCs for as long as its client likes."""
+
+    def __init__(self) -> None:
+        super().__init__(experimental_non_blocking=False)
+
+    def Watch(  # noqa: N802 - the name of the RPC
+        self,
+        request: health_pb2.HealthCheckRequest,
+        context: grpc.ServicerContext,
+        send_response_callback: object = None,
+    ) -> NoReturn:
+        _abort(context, grpc.StatusCode.UNIMPLEMENTED, "only Check is served")
+
+
 class KvTransferServer:
-    """A gRPC server for `KvTransferServicer` and the standard health service.
+    """A gRPC server for `KvTransferServicer` and the standard health service (`Check` only).
 
     Args:
         host, port: where to listen. Port 0 takes a free one: see `port`.
@@ -196,7 +211,7 @@ class KvTransferServer:
             ],
         )
         pb_grpc.add_KvTransferServiceServicer_to_server(servicer, self._server)
-        health_servicer = health.HealthServicer()
+        health_servicer = _HealthServicer()
         for service in ("", _SERVICE_NAME):
             health_servicer.set(service, health_pb2.HealthCheckResponse.SERVING)
         health_pb2_grpc.add_HealthServicer_to_server(health_servicer, self._server)

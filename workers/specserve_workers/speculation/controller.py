@@ -33,12 +33,12 @@ Share = Callable[[NDArray[np.int64]], NDArray[np.int64]]
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The rows of one engine step; arrays as for `DraftKvTracker.begin_step`."""
+    """The rows of one engine step; fields as for `DraftKvTracker.begin_step`."""
 
-    sequence_ids: tuple[str, ...]
+    sequence_ids: Sequence[str]
     block_table: IntArray
-    starts: IntArray
-    ends: IntArray
+    starts: Sequence[int]
+    ends: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class DraftPlan:
 @dataclass(slots=True)
 class _Step:
     batch: Batch
-    valid: IntArray  # valid draft prefix before this step, [rows]
+    valid: list[int]  # valid draft prefix of each row before this step, gaps that are to be filled included
     plan: DraftPlan | None = None
 
 
@@ -149,9 +149,10 @@ class SpeculationController:
         if not step.sequence_ids:
             return
         askers = [self._outstanding.pop(sequence_id, self.policy.name) for sequence_id in step.sequence_ids]
-        for asker in set(askers):
+        kinds = set(askers)
+        for asker in kinds:
             counters = self.counters.of(asker)
-            rows = np.array([name is asker for name in askers], dtype=np.bool_)
+            rows = slice(None) if len(kinds) == 1 else [row for row, name in enumerate(askers) if name is asker]
             counters.count(step.drafted_tokens[rows], step.accepted_tokens[rows])
             if step.kld_nats is not None:
                 counters.count_kld(step.kld_nats[rows])
@@ -166,25 +167,23 @@ class SpeculationController:
         step = self._step
         if step is None or self.is_off:
             return self._decided(DraftPlan((), 0, False))
-        lengths = np.array(self.policy.lengths(step.batch.sequence_ids), dtype=np.int64)
-        valid = step.valid
+        lengths, valid, starts = self.policy.lengths(step.batch.sequence_ids), step.valid, step.batch.starts
         if self.share is not None:
             # Lengths follow from floats of the first rank only, and blocks are marked by each rank's own connector,
             # so neither is taken for the same. The rest (batch, settings, partial prompts) comes from the scheduler
             # and is.
-            lengths, valid = self.share(np.stack([lengths, valid]))
-        wanted = lengths > 0
-        gaps = tuple(
-            Gap(int(row), int(valid[row]), int(step.batch.starts[row]))
-            for row in np.flatnonzero(wanted & (valid < step.batch.starts))
-        )
-        usable_lengths = np.where(partial_prefill, 0, lengths)
-        passes = int(usable_lengths.max())
-        feeds = bool((wanted & partial_prefill).any())
-        if passes == 0 and not feeds:
-            gaps = ()
-        step.valid = np.where(wanted, step.batch.starts, valid)
-        return self._decided(DraftPlan(tuple(usable_lengths.tolist()), passes, feeds, gaps))
+            lengths, valid = self.share(np.array([lengths, valid], dtype=np.int64)).tolist()
+        usable_lengths, gaps, feeds = list(lengths), [], False
+        for row, is_partial in enumerate(partial_prefill.tolist()):
+            if not lengths[row]:
+                continue
+            if valid[row] < starts[row]:
+                gaps.append(Gap(row, valid[row], starts[row]))
+                valid[row] = starts[row]
+            if is_partial:
+                usable_lengths[row], feeds = 0, True
+        step.valid = valid
+        return self._decided(DraftPlan(tuple(usable_lengths), max(usable_lengths), feeds, tuple(gaps)))
 
     def _decided(self, plan: DraftPlan) -> DraftPlan:
         if self._step is not None:
@@ -196,23 +195,22 @@ class SpeculationController:
         step = self._step
         if step is None or step.plan is None or self._tracker is None:
             return
-        batch = step.batch
-        gaps = step.plan.gaps
-        # Rows whose gap was left open were fed too, but behind a hole.
-        whole = step.valid == batch.starts
-        if not gaps and whole.all():
+        batch, gaps = step.batch, step.plan.gaps
+        if not gaps and step.valid == batch.starts:
             self._tracker.fed(batch.sequence_ids, batch.block_table, starts=batch.starts, ends=batch.ends)
             return
         self.counters.refilled_sequences += len(gaps)
         self.counters.refilled_tokens += sum(gap.end - gap.start for gap in gaps)
-        starts = batch.starts.copy()
-        starts[[gap.row for gap in gaps]] = [gap.start for gap in gaps]
-        rows = np.flatnonzero(whole)
+        starts = list(batch.starts)
+        for gap in gaps:
+            starts[gap.row] = gap.start
+        # Rows whose gap was left open were fed too, but behind a hole.
+        rows = [row for row, valid in enumerate(step.valid) if valid == batch.starts[row]]
         self._tracker.fed(
             [batch.sequence_ids[row] for row in rows],
             batch.block_table[rows],
-            starts=starts[rows],
-            ends=batch.ends[rows],
+            starts=[starts[row] for row in rows],
+            ends=[batch.ends[row] for row in rows],
         )
 
     def cut(self, sequence_ids: Sequence[str], drafts: Sequence[list[int]]) -> list[list[int]]:

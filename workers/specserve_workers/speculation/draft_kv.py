@@ -1,14 +1,18 @@
-"""Which slots of the KV cache hold the draft model's keys and values.
+"""Which blocks of the KV cache hold the draft model's keys and values.
 
 The target writes KV for every token it computes; the draft model only for those it was fed. Where it was not fed (while
 speculation was off, in blocks pulled from another pod, in blocks of the prefix cache that were filled at such a time),
-the draft's slots hold garbage and a drafter that attends to them is accepted less often, without any error. So each
-block has a mark: the number of slots, counted from its start, whose draft KV is valid. A sequence's *gap* is what lies
-between its valid prefix and the first token of the present step; it is fed to the draft before drafting.
+the draft's slots hold garbage and a drafter that attends to them is accepted less often, without any error. So for each
+running sequence the length of its valid prefix is kept, and each block has a mark: whether all its slots are valid. A
+sequence's *gap* is what lies between its valid prefix and the first token of the present step; it is fed to the draft
+before drafting.
 
-Why a count per block is enough: slots of a block are written in order, and a block that gets a new owner is written
-again from slot 0, which sets its mark to 0. Draft KV at a position depends on all earlier ones, so positions fed
+Why a mark per block is enough: a sequence takes over blocks only from the prefix cache, which holds full ones, and what
+it does with its own is known from its prefix. So marks change only when a block is filled, which is seldom: a decoding
+sequence fills one in every `block_size` tokens. Draft KV at a position depends on all earlier ones, so positions fed
 behind a gap do not count as valid.
+
+A step costs a few operations per sequence on plain integers; arrays would cost more for all batches but the largest.
 """
 
 from collections.abc import Iterable, Sequence
@@ -23,68 +27,34 @@ IntArray = NDArray[np.integer]
 class DraftKvLedger:
     """Marks of all blocks of one KV cache.
 
-    `block_table` arguments have shape [rows, blocks per sequence] and hold the blocks of each sequence in order;
-    `starts` and `ends` have shape [rows] and are token positions, the end not included.
-    `mark_foreign` may be called from any thread for blocks that are not in use by a running sequence.
+    `mark` may be called from any thread for blocks that are not in use by a running sequence.
     """
 
     def __init__(self, num_blocks: int, block_size_tokens: int) -> None:
         self.block_size_tokens = block_size_tokens
-        self.valid_slots = np.zeros(num_blocks, dtype=np.int32)
-        self._last: tuple[tuple[IntArray, IntArray, IntArray], tuple[IntArray, IntArray, IntArray]] | None = None
+        self._valid = np.zeros(num_blocks, dtype=np.bool_)
 
-    def written(self, block_table: IntArray, starts: IntArray, ends: IntArray) -> None:
-        """The target wrote these positions; whatever draft KV was there belongs to something else now."""
-        blocks, low, _ = self._slots(block_table, starts, ends)
-        self.valid_slots[blocks] = np.minimum(self.valid_slots[blocks], low)
-
-    def drafted(self, block_table: IntArray, starts: IntArray, ends: IntArray) -> None:
-        """The draft was fed these positions, and all positions before them are valid."""
-        blocks, _, high = self._slots(block_table, starts, ends)
-        self.valid_slots[blocks] = np.maximum(self.valid_slots[blocks], high)
-
-    def leading_valid(self, blocks: IntArray, end: int) -> int:
-        """Number of tokens before `end` with valid draft KV, counted from the sequence's first token."""
-        size = self.block_size_tokens
-        used = blocks[: -(-end // size)]
-        short = np.flatnonzero(self.valid_slots[used] < size)
-        if not len(short):
-            return end
-        first = int(short[0])
-        return min(end, first * size + int(self.valid_slots[used[first]]))
+    def mark(self, blocks: IntArray, *, valid: bool) -> None:
+        """All slots of these blocks hold draft KV over valid draft KV, or they do not."""
+        self._valid[blocks] = valid
 
     def mark_foreign(self, block_ids: Sequence[int]) -> None:
         """These blocks were filled with KV from elsewhere, without the draft's part."""
-        self.valid_slots[np.asarray(block_ids, dtype=np.int64)] = 0
+        self.mark(np.asarray(block_ids, dtype=np.int64), valid=False)
 
-    def _slots(self, block_table: IntArray, starts: IntArray, ends: IntArray) -> tuple[IntArray, IntArray, IntArray]:
-        """The blocks that the ranges touch, each with its first touched slot and the end of the touched slots.
-
-        A step without gaps asks twice for the same arrays; the answer is kept for the second time.
-        """
-        arguments = (block_table, starts, ends)
-        if self._last is not None and all(a is b for a, b in zip(self._last[0], arguments, strict=True)):
-            return self._last[1]
-        size = self.block_size_tokens
-        rows = np.arange(len(starts))
-        index = starts // size
-        counts = (ends + (size - 1)) // size - index
-        if not (counts == 1).all():
-            counts = np.maximum(counts, 0) * (ends > starts)
-            offsets = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-            rows = np.repeat(rows, counts)
-            index = index[rows] + offsets
-            starts, ends = starts[rows], ends[rows]
-        base = index * size
-        touched = (block_table[rows, index], np.maximum(starts - base, 0), np.minimum(ends - base, size))
-        self._last = (arguments, touched)
-        return touched
+    def leading_valid(self, blocks: IntArray, end: int) -> int:
+        """Tokens before `end` in full valid blocks, counted from the first token of a sequence with these blocks."""
+        full = end // self.block_size_tokens
+        invalid = np.flatnonzero(~self._valid[blocks[:full]])
+        return int(invalid[0] if len(invalid) else full) * self.block_size_tokens
 
 
 class DraftKvTracker:
     """Length of the valid draft prefix of every running sequence, kept in step with the ledger.
 
     Once per engine step: `begin_step`, and, if the draft runs, `fed` for the rows it was fed contiguously.
+    `block_table` has shape [rows, blocks per sequence] and holds the blocks of each sequence in order; `starts` and
+    `ends` are token positions, one per row, the end not included.
     """
 
     def __init__(self, ledger: DraftKvLedger) -> None:
@@ -92,36 +62,48 @@ class DraftKvTracker:
         self._valid: dict[str, int] = {}
 
     def begin_step(
-        self, sequence_ids: Sequence[str], block_table: IntArray, *, starts: IntArray, ends: IntArray
-    ) -> IntArray:
+        self, sequence_ids: Sequence[str], block_table: IntArray, *, starts: Sequence[int], ends: Sequence[int]
+    ) -> list[int]:
         """The target computes positions [start, end) of each row in this step.
 
-        Returns the number of valid tokens before `start` of each row, shape [rows]. A sequence that is new here (or
-        came back after `forget`) is looked up in the ledger, block by block.
+        Returns the number of valid tokens before `start` of each row. A sequence that is new here (or came back after
+        `forget`) is looked up in the ledger, block by block.
         """
-        valid = np.empty(len(sequence_ids), dtype=np.int64)
+        # Before the look-ups: one row of a step may be given a block that another fills in it.
+        self._mark_filled(block_table, starts, ends, valid=False)
+        known = self._valid
         for row, sequence_id in enumerate(sequence_ids):
-            start = int(starts[row])
-            known = self._valid.get(sequence_id)
-            # A start below what is known means that tokens were rejected or are computed again.
-            valid[row] = self.ledger.leading_valid(block_table[row], start) if known is None else min(known, start)
-        self.ledger.written(block_table, starts, ends)
-        self._valid.update(zip(sequence_ids, valid.tolist(), strict=True))
-        return valid
+            start = starts[row]
+            valid = known.get(sequence_id)
+            if valid is None:
+                known[sequence_id] = self.ledger.leading_valid(block_table[row], start)
+            elif valid > start:
+                # Tokens were rejected, or are computed again.
+                known[sequence_id] = start
+        return [known[sequence_id] for sequence_id in sequence_ids]
 
-    def fed(self, sequence_ids: Sequence[str], block_table: IntArray, *, starts: IntArray, ends: IntArray) -> None:
+    def fed(
+        self, sequence_ids: Sequence[str], block_table: IntArray, *, starts: Sequence[int], ends: Sequence[int]
+    ) -> None:
         """The draft was fed [start, end) of these rows, and everything before `start` is valid.
 
-        `end` may include drafted tokens that turn out to be rejected: their slots are written again, and marked anew,
-        by the next step of the sequence.
+        `end` may include drafted tokens that turn out to be rejected: their slots are written again, and marked anew
+        when their block is filled, by later steps of the sequence.
         """
-        self.ledger.drafted(block_table, starts, ends)
-        self._valid.update(zip(sequence_ids, ends.tolist(), strict=True))
+        self._mark_filled(block_table, starts, ends, valid=True)
+        self._valid.update(zip(sequence_ids, ends, strict=True))
 
     def forget(self, sequence_ids: Iterable[str]) -> None:
         """The sequences are finished or lost their blocks."""
         for sequence_id in sequence_ids:
             self._valid.pop(sequence_id, None)
+
+    def _mark_filled(self, block_table: IntArray, starts: Sequence[int], ends: Sequence[int], *, valid: bool) -> None:
+        size = self.ledger.block_size_tokens
+        for row, (start, end) in enumerate(zip(starts, ends, strict=True)):
+            first, last = start // size, end // size
+            if first != last:
+                self.ledger.mark(block_table[row, first:last], valid=valid)
 
 
 @dataclass(frozen=True, slots=True)

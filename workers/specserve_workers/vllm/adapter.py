@@ -104,6 +104,9 @@ class V1Hooks:
         """The KV cache exists: marks of its blocks begin, all without draft KV."""
         if not self._has_drafter:
             return
+        if self._worker.model_runner.drafter.kv_cache_gid != 0:
+            # The runner gives the drafter the metadata of the first group, so marks of another's blocks would be wrong.
+            raise HookError("the draft's KV cache must be in the first group; this pair of models is not supported")
         block_size = self._block_table().block_size
         ledger = DraftKvLedger(kv_cache_config.num_blocks, block_size)
         self.controller.use_ledger(ledger)
@@ -124,6 +127,7 @@ class V1Hooks:
             raise HookError(f"the sampler was replaced by {type(runner.rejection_sampler).__name__} after start")
         if not self._ledger_ready:
             raise HookError("the KV cache was set up without the draft KV marks")
+        leave_out_draft_attention(runner)
         if self._worker.device.type == "cpu":
             from vllm.v1.sample import rejection_sampler
 
@@ -139,12 +143,12 @@ class V1Hooks:
         """The engine is about to run a step."""
         if not self._has_drafter:
             return
-        cached = scheduler_output.scheduled_cached_reqs
-        self.controller.end_sequences(
-            scheduler_output.finished_req_ids,
-            displaced=(*(scheduler_output.preempted_req_ids or ()), *cached.resumed_req_ids),
-        )
-        replace_placeholder_drafts(scheduler_output.scheduled_spec_decode_tokens)
+        finished, resumed = scheduler_output.finished_req_ids, scheduler_output.scheduled_cached_reqs.resumed_req_ids
+        preempted = scheduler_output.preempted_req_ids or ()
+        if finished or resumed or preempted:
+            self.controller.end_sequences(finished, displaced=(*preempted, *resumed))
+        if scheduler_output.scheduled_spec_decode_tokens:
+            replace_placeholder_drafts(scheduler_output.scheduled_spec_decode_tokens)
         plain = self._plain_steps and self.controller.is_off and not scheduler_output.scheduled_spec_decode_tokens
         # With a speculative config the runner verifies and prepares drafting in every step, drafts or not. It looks at
         # this attribute anew in each, first in its forward and last when it would draft.
@@ -154,15 +158,13 @@ class V1Hooks:
         """The target's forward of the step has been issued."""
         if not self._has_drafter or not scheduler_output.total_num_scheduled_tokens:
             return
-        batch = self._worker.model_runner.input_batch
-        count = batch.num_reqs
-        ids = tuple(batch.req_ids)
+        runner = self._worker.model_runner
+        ids = tuple(runner.input_batch.req_ids)
+        starts = runner.input_batch.num_computed_tokens_cpu[: len(ids)].tolist()
         scheduled = scheduler_output.num_scheduled_tokens
-        starts = batch.num_computed_tokens_cpu[:count].astype(np.int64)
-        ends = starts + np.array([scheduled[sequence_id] for sequence_id in ids], dtype=np.int64)
-        table = self._block_table().get_numpy_array()[:count]
-        self.controller.begin_step(Batch(ids, table, starts, ends))
-        if self._worker.model_runner.speculative_config is None:
+        ends = [start + scheduled[sequence_id] for sequence_id, start in zip(ids, starts, strict=True)]
+        self.controller.begin_step(Batch(ids, self._block_table().get_numpy_array(), starts, ends))
+        if runner.speculative_config is None:
             self.controller.counters.steps_without_draft += 1
 
     def cut(self, drafts: Any) -> Any:
@@ -187,6 +189,24 @@ class V1Hooks:
     def _block_table(self) -> Any:
         runner = self._worker.model_runner
         return runner.input_batch.block_table[runner.drafter.kv_cache_gid]
+
+
+def leave_out_draft_attention(runner: Any) -> None:
+    """Attention metadata of the target's forward are built for the target's layers only.
+
+    The runner builds them for the draft's too, in every step. Nobody reads these: the drafter builds its own for each
+    of its passes.
+    """
+    if not hasattr(runner, "attn_groups") or not hasattr(runner.drafter, "draft_attn_groups"):
+        raise HookError("the model runner of this vLLM keeps attention groups elsewhere")
+    draft_layers = {name for group in runner.drafter.draft_attn_groups for name in group.layer_names}
+    before = {name for groups in runner.attn_groups for group in groups for name in group.layer_names}
+    runner.attn_groups = [
+        [group for group in groups if not draft_layers.issuperset(group.layer_names)] for groups in runner.attn_groups
+    ]
+    after = {name for groups in runner.attn_groups for group in groups for name in group.layer_names}
+    if not after or before - after - draft_layers:
+        raise HookError("attention groups of this engine cannot be told apart by model")
 
 
 def check_engine(worker: Any) -> None:
@@ -235,6 +255,10 @@ def _refusals(worker: Any, config: Any) -> list[tuple[str, bool]]:
         (
             "data parallelism inside one engine is not supported with a drafter; use more decode replicas",
             parallel.data_parallel_size > 1,
+        ),
+        (
+            "decode context parallelism is not supported with a drafter",
+            parallel.decode_context_parallel_size > 1,
         ),
         ("parallel drafting is not supported", bool(config.parallel_drafting)),
         ("a draft with another vocabulary is not supported", bool(config.use_heterogeneous_vocab)),

@@ -23,7 +23,7 @@ from collections.abc import MutableMapping, Sequence
 from enum import StrEnum
 from typing import Final
 
-from specserve_workers.vllm.cores import count_cores
+from specserve_workers.vllm.cores import count_cores, cpu_limit
 
 WORKER_CLASSES: Final = {
     "cpu": "specserve_workers.vllm.worker.SpeculativeCPUWorker",
@@ -81,14 +81,18 @@ def prepare_environment(
     binds its threads to processors as if it were alone, so two engines would share one and leave the others idle; and
     scheduler and worker wait for each other by spinning in two processes (executor `mp`), which one process (`uni`)
     does not. With `VLLM_ENABLE_V1_MULTIPROCESSING` the CPU build makes `mp` of `uni`; the server keeps its engine in a
-    process of its own either way.
+    process of its own either way. An engine of several ranks without a CPU limit is taken to be alone on its node: it
+    binds its ranks to the node's processors as it does by itself.
     """
     if platform is Platform.CUDA:
         environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
         return
+    limit, ranks = cpu_limit(environ=environ), tensor_parallel_size(engine_args)
+    if ranks > 1 and limit is None:
+        return
     environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    environ.setdefault("OMP_NUM_THREADS", str(max(1, count_cores() // tensor_parallel_size(engine_args))))
+    environ.setdefault("OMP_NUM_THREADS", str(max(1, count_cores(limit) // ranks)))
     environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 

@@ -27,21 +27,21 @@ class DraftLogits:
         self.rows = {}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Pending:
     """A verified step whose numbers may still be on their way from the device."""
 
     sequence_ids: list[str]
     rows: NDArray[np.int64]  # of the batch
     drafted: NDArray[np.int64]  # same order
-    sampled_counts: torch.Tensor  # [rows of the batch], on the host
+    sampled_counts: torch.Tensor | NDArray[np.int64]  # [rows of the batch], on the host
     kld: torch.Tensor | None  # [drafts of the measured rows], on the host
     kld_rows: NDArray[np.int64]  # index into `rows` of each of them
     kld_positions: NDArray[np.int64]
 
 
-class WatchedRejectionSampler(torch.nn.Module):
-    """The engine's rejection sampler with the same arguments and results.
+class WatchedRejectionSampler:
+    """The engine's rejection sampler with the same arguments and results. Not a module: it has no weights.
 
     On a device other than the CPU nothing here waits for it: results are copied to pinned memory behind the sampling
     and are read by `collect`, which the worker calls after the engine itself has waited for the sampled tokens.
@@ -57,7 +57,6 @@ class WatchedRejectionSampler(torch.nn.Module):
         measures: bool,
     ) -> None:
         """`measures` False on all ranks but the first: one set of divergences is enough, the plan is shared."""
-        super().__init__()
         self.inner = inner
         self._controller = controller
         self._input_batch = input_batch
@@ -66,16 +65,15 @@ class WatchedRejectionSampler(torch.nn.Module):
         self._pending: _Pending | None = None
 
     def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("inner"), name)
+        if name == "inner":
+            raise AttributeError(name)  # not yet set: there is nothing to ask
+        return getattr(self.inner, name)
 
     def watch(self, input_batch: Any) -> None:
         """The runner's batch, whose rows are the rows of what is sampled."""
         self._input_batch = input_batch
 
-    def forward(
+    def __call__(
         self, metadata: Any, draft_probs: torch.Tensor | None, logits: torch.Tensor, sampling_metadata: Any
     ) -> Any:
         sequence_ids, rows = self._drafted_rows(metadata.num_draft_tokens)
@@ -87,8 +85,8 @@ class WatchedRejectionSampler(torch.nn.Module):
             metadata, logits, sampling_metadata, sequence_ids=sequence_ids, rows=rows, drafted=drafted
         )
         output = self.inner(metadata, draft_probs, logits, sampling_metadata)
-        counts = (output.sampled_token_ids != REJECTED_TOKEN_ID).sum(1, dtype=torch.int32)
-        self._pending = _Pending(sequence_ids, rows, drafted[rows], _to_host(counts), kld, kld_rows, kld_positions)
+        counts = _count_sampled(output.sampled_token_ids)
+        self._pending = _Pending(sequence_ids, rows, drafted[rows], counts, kld, kld_rows, kld_positions)
         if logits.device.type == "cpu":
             self.collect()
         return output
@@ -102,7 +100,7 @@ class WatchedRejectionSampler(torch.nn.Module):
         if pending.kld is not None:
             kld = np.full((len(pending.rows), int(pending.drafted.max())), np.nan)
             kld[pending.kld_rows, pending.kld_positions] = pending.kld.numpy()
-        accepted = pending.sampled_counts.numpy()[pending.rows].astype(np.int64) - 1
+        accepted = np.asarray(pending.sampled_counts)[pending.rows].astype(np.int64) - 1
         self._controller.observe(VerifiedStep(pending.sequence_ids, pending.drafted, np.maximum(accepted, 0), kld))
 
     def _drafted_rows(self, num_draft_tokens: Sequence[int]) -> tuple[list[str], NDArray[np.int64]]:
@@ -155,6 +153,13 @@ class WatchedRejectionSampler(torch.nn.Module):
             temperatures=temperatures,
         )
         return _to_host(kld), index, positions
+
+
+def _count_sampled(token_ids: torch.Tensor) -> torch.Tensor | NDArray[np.int64]:
+    """Tokens of each row that were accepted or sampled, [rows], on the host."""
+    if token_ids.device.type == "cpu":
+        return np.count_nonzero(token_ids.numpy() != REJECTED_TOKEN_ID, axis=1)
+    return _to_host((token_ids != REJECTED_TOKEN_ID).sum(1, dtype=torch.int32))
 
 
 def _to_device(array: NDArray[np.int64], device: torch.device) -> torch.Tensor:

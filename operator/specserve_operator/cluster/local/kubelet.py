@@ -14,7 +14,7 @@ from typing import Any
 
 import aiohttp
 
-from specserve_operator.cluster.local import podspec, podstatus, ports, probes, volumes
+from specserve_operator.cluster.local import podcheck, podspec, podstatus, ports, probes, volumes
 from specserve_operator.cluster.local.addresses import NoFreeAddressError, PodAddresses
 from specserve_operator.cluster.local.container import ContainerRunner, Termination
 from specserve_operator.cluster.local.events import EventRecorder
@@ -70,13 +70,13 @@ class PodRunner:
         self.termination = Termination()
         self._restart_policy: str = spec.get("restartPolicy", "Always")
         make = partial(ContainerRunner, context=self, restart_policy=self._restart_policy)
-        self._init_runners = [make(c, is_init=True) for c in spec.get("initContainers", ())]
-        self._runners = [make(c, is_init=False) for c in spec["containers"]]
+        self._init_runners = [make(c, is_init=True) for c in podcheck.named_containers(pod, "initContainers")]
+        self._runners = [make(c, is_init=False) for c in podcheck.named_containers(pod, "containers")]
 
     async def run(self) -> None:
         """From the pod's creation to its end; afterwards nothing of it runs."""
         try:
-            if await self._prepare() and await self._initialise():
+            if self._is_well_formed() and await self._prepare() and await self._initialise():
                 async with asyncio.TaskGroup() as tasks:
                     for runner in self._runners:
                         tasks.create_task(runner.run())
@@ -86,6 +86,15 @@ class PodRunner:
             self._node.addresses.release(self.pod_uid)
             shutil.rmtree(self.folder / "volumes", ignore_errors=True)
             (self.folder / "kubeconfig").unlink(missing_ok=True)
+
+    def _is_well_formed(self) -> bool:
+        """False if no pod of this spec can run; the status says why, and stays so until the pod is deleted."""
+        try:
+            podcheck.check_pod(self._pod)
+        except PodConfigError as error:
+            self._wait_for(error.reason, str(error))
+            return False
+        return True
 
     async def _prepare(self) -> bool:
         """Address, folders, volumes, credentials; waits for what is missing. False if the pod ends first."""
@@ -136,7 +145,9 @@ class PodRunner:
         self._volumes = volumes.materialise(self._pod_with_address(), self._node.state, self._read_config)
 
     def mounts_config(self, kind: str, name: str) -> bool:
-        return (kind, name) in volumes.config_names(self._pod)
+        """Raises `PodConfigError` if the pod's volumes cannot be read."""
+        with podspec.explained("volumes"):
+            return (kind, name) in volumes.config_names(self._pod)
 
     def _pod_with_address(self) -> Manifest:
         status = {"podIP": self.pod_ip, "hostIP": podstatus.HOST_IP}
@@ -248,11 +259,11 @@ class Kubelet:
 
     def _refresh_volumes(self, changed: ObjectKey) -> None:
         for key, runner in self._runners.items():
-            if key.namespace == changed.namespace and runner.mounts_config(changed.kind, changed.name):
-                try:
+            try:
+                if key.namespace == changed.namespace and runner.mounts_config(changed.kind, changed.name):
                     runner.refresh_volumes()
-                except (PodConfigError, OSError) as error:
-                    runner.event(warning=True, reason="FailedMount", message=str(error))
+            except (PodConfigError, OSError) as error:
+                runner.event(warning=True, reason="FailedMount", message=str(error))
 
     async def _live(self, key: ObjectKey, runner: PodRunner) -> None:
         try:

@@ -9,13 +9,13 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Any, Protocol
 
 from specserve_operator.core.objects import Manifest
 
 _REFERENCE = re.compile(r"\$(\$|\(([^()$]+)\))")
-_CPU_QUANTITY = re.compile(r"(\d+(?:\.\d+)?)(m?)")  # the forms people write of those that Kubernetes reads
 _MAP_FIELD = re.compile(r"metadata\.(labels|annotations)\['([^']+)'\]")
 
 _PROXY_VARIABLES = frozenset({"http_proxy", "https_proxy", "all_proxy"})
@@ -90,15 +90,18 @@ def plan_launch(
 
 
 def limit_environment(container: Mapping[str, Any]) -> dict[str, str]:
-    """What stands for the container's CPU limit: nothing enforces it here, but OpenMP starts no more threads."""
+    """The container's CPU limit, in CPUs, which nothing enforces here: workers read it where a cgroup has none."""
     limit = ((container.get("resources") or {}).get("limits") or {}).get("cpu")
     if limit is None:
         return {}
-    match = _CPU_QUANTITY.fullmatch(str(limit))
-    if match is None:
+    text = str(limit)
+    try:
+        cpus = Decimal(text[:-1]) / 1000 if text.endswith("m") else Decimal(text)
+    except InvalidOperation:
+        raise ValueError(f"cpu limit {limit}") from None
+    if not cpus.is_finite() or cpus <= 0:
         raise ValueError(f"cpu limit {limit}")
-    cpus = float(match[1]) / (1000 if match[2] else 1)
-    return {"OMP_NUM_THREADS": str(max(1, int(cpus)))}
+    return {"SPECSERVE_CPU_LIMIT": format(cpus, "f")}
 
 
 def resolve_command(words: Sequence[str], variables: Mapping[str, str], mounts: Sequence[Mount]) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import aiohttp
 
-from specserve_operator.cluster.local.podspec import Launch, PodConfigError
+from specserve_operator.cluster.local.podspec import Launch, PodConfigError, explained
 
 _MESSAGE_CHARACTERS = 200
 
@@ -72,8 +72,9 @@ async def run_action(action: Mapping[str, Any], target: ProbeTarget, timeout_sec
     for kind, run in _ACTIONS.items():
         if kind in action:
             try:
-                async with asyncio.timeout(timeout_seconds):
-                    return await run(action[kind], target)
+                with explained(kind):
+                    async with asyncio.timeout(timeout_seconds):
+                        return await run(action[kind], target)
             except TimeoutError:
                 return ProbeResult(False, f"no answer within {timeout_seconds:g} s")
             except (OSError, PodConfigError, aiohttp.ClientError) as error:
