@@ -7,7 +7,7 @@ PY_DIRS := operator workers tests examples bench hack
 .PHONY: help setup demo test e2e unit lint type generate verify lock format bench clean models
 
 help: ## Lists the targets
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | column -t -s $$'\t'
+	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | column -t -s $$'\t'
 
 setup: ## Makes .venv (done by every other target too)
 	@hack/setup.sh
@@ -18,7 +18,7 @@ demo: setup ## Serves a model on this machine, sends requests, prints what happe
 test: setup ## Unit, contract, component and engine tests
 	@$(BIN)/python hack/test.py fast engine
 
-e2e: setup ## A whole service with real engines: failures and operations (about 8 minutes)
+e2e: setup ## A whole service with real engines: failures and operations (about 6 minutes)
 	@$(BIN)/python hack/test.py e2e
 
 unit: setup ## The fast half of the tests
@@ -46,7 +46,7 @@ verify: setup ## Fails if generated files are not current
 lock: setup ## Resolves the dependencies again
 	@hack/lock.sh
 
-bench: setup ## The interleaved speed comparisons; writes bench/results (about half an hour)
+bench: setup ## The interleaved speed comparisons; writes bench/results (about 40 minutes)
 	@$(BIN)/python -m bench.serving
 
 models: setup ## Trains the tiny models again (about half an hour); the committed ones stay valid

@@ -19,7 +19,7 @@ import sys
 import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -121,7 +121,7 @@ def measure_engines(wanted: set[str], *, pairs: int, rounds: int) -> tuple[list[
     static = Comparison("F2", ("hooks-static", "stock-draft-model"))
     off = Comparison("F3", ("hooks-off", "stock-no-drafter"))
     comparisons = [(c, settings) for c, settings in ((static, STATIC), (off, OFF)) if c.claim_id in wanted]
-    with tempfile.TemporaryDirectory() as logs:
+    with tempfile.TemporaryDirectory() as logs, suppress(KeyboardInterrupt):  # Ctrl-C: the pairs so far count
         for pair in range(pairs):
             for comparison, settings in comparisons:
                 with ExitStack() as stack:

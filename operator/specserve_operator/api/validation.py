@@ -193,7 +193,7 @@ def _dotted(location: Sequence[int | str]) -> str:
 def _suggestion(model: type[api.Resource], location: Sequence[int | str]) -> str:
     """The known field that was probably meant by the unknown one at `location`."""
     *parents, unknown = location
-    close = difflib.get_close_matches(str(unknown), _field_names(model, parents), n=1)
+    close = difflib.get_close_matches(str(unknown), _field_names(model, parents), n=1, cutoff=0.65)
     return f" (did you mean {close[0]}?)" if close else ""
 
 

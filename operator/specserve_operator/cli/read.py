@@ -68,7 +68,8 @@ def _named(items: Sequence[Manifest], name: str, *, resource: str) -> list[Manif
     found = [item for item in items if item["metadata"]["name"] == name]
     if not found:
         known = ", ".join(str(item["metadata"]["name"]) for item in items) or "none"
-        raise CliError(f"there is no {resource} {name}; there is: {known}")
+        noun = {_SERVICES: "service", _PODS: "pod"}.get(resource, resource)
+        raise CliError(f"there is no {noun} {name}; there is: {known}")
     return found
 
 

@@ -43,7 +43,7 @@ def parse_replicas(assignments: Sequence[str]) -> dict[str, int]:
     for assignment in assignments:
         pool, equals, count = assignment.partition("=")
         if not (pool and equals and count.isascii() and count.isdigit()):
-            refuse_usage(f"{assignment}: write POOL=REPLICAS, for example decode=2")
+            refuse_usage(f"{assignment}: write POOL=REPLICAS, 0 or more, for example decode=2")
         if pool in replicas:
             refuse_usage(f"{pool} is there twice")
         replicas[pool] = int(count)

@@ -47,6 +47,7 @@ def test_model_uri_alone_is_a_service() -> None:
     ("spec", "problem"),
     [
         ({"prefil": {}}, "spec.prefil: unknown field (did you mean prefill?)"),
+        ({"colour": {}}, "spec.colour: unknown field"),
         ({"kv_transfer": {}}, "spec.kv_transfer: unknown field (did you mean kvTransfer?)"),
         ({"xyz": {}}, "spec.xyz: unknown field"),
         ({"decode": {"replica": 1}}, "spec.decode.replica: unknown field (did you mean replicas?)"),

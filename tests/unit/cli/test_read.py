@@ -83,7 +83,7 @@ def test_events_are_selected_by_the_object_they_are_about() -> None:
 
 
 def test_a_name_that_is_not_there_is_an_error_with_those_that_are() -> None:
-    with pytest.raises(CliError, match="there is no pods d9; there is: d1, d2, p1") as caught:
+    with pytest.raises(CliError, match="there is no pod d9; there is: d1, d2, p1") as caught:
         get_text("pods", "d9")
     assert caught.value.exit_code == 1
 
