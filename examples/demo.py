@@ -245,7 +245,7 @@ def main() -> int:
     parser.add_argument("--state-dir", type=Path, default=EXAMPLES.parent / ".specserve" / "demo")
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends like Ctrl-C: nothing is left running
-    example, state_dir = EXAMPLE_OF_MODEL[arguments.model], arguments.state_dir
+    example = EXAMPLE_OF_MODEL[arguments.model]
     if arguments.model == "qwen":
         from examples.qwen.fetch_models import FetchError, fetch_pair
 
@@ -260,7 +260,8 @@ def main() -> int:
             "This processor has no bfloat16 instructions, so prompts are read some ten times slower: "
             f"{example.slow_requests} requests of {example.slow_tokens} tokens, one at a time, about seven minutes."
         )
-    return run_demo(example, state_dir=state_dir, concurrency=1 if slow else arguments.concurrency, slow=slow)
+    concurrency = 1 if slow else arguments.concurrency
+    return run_demo(example, state_dir=arguments.state_dir, concurrency=concurrency, slow=slow)
 
 
 if __name__ == "__main__":

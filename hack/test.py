@@ -42,13 +42,7 @@ def run_pytest(name: str, paths: Sequence[str], *, show_live: bool) -> Result:
     """Runs pytest on `paths`; its output goes to the terminal at once, or as a whole when it ends."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *paths]
     begin = time.monotonic()
-    process = subprocess.Popen(
-        command,
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     lines = []
     assert process.stdout is not None
     for line in process.stdout:

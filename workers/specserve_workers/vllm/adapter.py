@@ -6,7 +6,8 @@ when the worker starts, and `HookError` stops it. Another runner (vLLM's V2) wou
 
 import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import chain
 from typing import Any, Final
 
 import numpy as np
@@ -199,14 +200,18 @@ def leave_out_draft_attention(runner: Any) -> None:
     """
     if not hasattr(runner, "attn_groups") or not hasattr(runner.drafter, "draft_attn_groups"):
         raise HookError("the model runner of this vLLM keeps attention groups elsewhere")
-    draft_layers = {name for group in runner.drafter.draft_attn_groups for name in group.layer_names}
-    before = {name for groups in runner.attn_groups for group in groups for name in group.layer_names}
+    draft_layers = _layer_names(runner.drafter.draft_attn_groups)
+    before = _layer_names(chain.from_iterable(runner.attn_groups))
     runner.attn_groups = [
         [group for group in groups if not draft_layers.issuperset(group.layer_names)] for groups in runner.attn_groups
     ]
-    after = {name for groups in runner.attn_groups for group in groups for name in group.layer_names}
+    after = _layer_names(chain.from_iterable(runner.attn_groups))
     if not after or before - after - draft_layers:
         raise HookError("attention groups of this engine cannot be told apart by model")
+
+
+def _layer_names(groups: Iterable[Any]) -> set[str]:
+    return {name for group in groups for name in group.layer_names}
 
 
 def check_engine(worker: Any) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 from specserve_operator.cluster.local.podspec import PodConfigError, explained
 from specserve_operator.cluster.local.probes import ProbeTiming
 from specserve_operator.core.objects import Manifest
+from specserve_operator.core.pod_template import PROBES
 
-_PROBES = ("startupProbe", "readinessProbe", "livenessProbe")
 _MOST_PORT = 65_535
 
 
@@ -64,7 +64,7 @@ def _check_container(container: Mapping[str, Any]) -> None:
             number = port["containerPort"]
             if not isinstance(number, int) or not 1 <= number <= _MOST_PORT:
                 raise ValueError(f"containerPort {number} is not in 1-{_MOST_PORT}")
-    for field in _PROBES:
+    for field in PROBES:
         if field in container:
             with explained(f"{field} of container {name}"):
                 _check_timing(container[field])
