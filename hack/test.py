@@ -1,6 +1,6 @@
 """Runs all tests: the fast ones in one process, each engine module in a process of its own, a service end to end.
 
-    python hack/test.py [--jobs N] [GROUP ...]          # groups: fast engine e2e
+    python hack/test.py [--jobs N] [GROUP ...]          # groups: fast engine cluster e2e kube
 
 An engine cannot be started twice in one process, and two of them fit on two cores, so engine modules run N at
 a time. Their output is printed when they end. The exit code is 0 only if every process passed and ran a test.
@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-GROUPS = ("fast", "engine", "e2e")
-FAST = ("tests/unit", "tests/contract", "tests/component")
+GROUPS = ("fast", "engine", "cluster", "e2e", "kube")
+FAST = ("tests/unit", "tests/contract", "tests/component", "tests/chart")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +75,9 @@ def run_groups(groups: Sequence[str], jobs: int) -> list[Result]:
         with ThreadPoolExecutor(jobs) as pool:
             runs = [pool.submit(run_pytest, module, [module], show_live=False) for module in engine_modules()]
             results += [run.result() for run in runs]
-    if "e2e" in groups:
-        results.append(run_pytest("e2e", ["tests/e2e"], show_live=True))
+    for group, folder in (("cluster", "tests/cluster"), ("e2e", "tests/e2e"), ("kube", "tests/kube")):
+        if group in groups:
+            results.append(run_pytest(group, [folder], show_live=True))
     return results
 
 

@@ -12,5 +12,6 @@ status=0
 for dir in protos crds; do
   diff -r -x __pycache__ "$dir" "$work/$dir" || status=1
 done
+diff -r crds charts/specserve/files/crds || status=1
 [ "$status" = 0 ] || echo "generated files are not current: run 'make generate'" >&2
 exit "$status"

@@ -2,7 +2,7 @@
 
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -125,9 +125,14 @@ def free_port() -> int:
 
 @contextmanager
 def running_engine(
-    models: Models, *, with_draft: bool = False, on_failure: Any = "Recompute", **options: Any
+    models: Models,
+    *,
+    with_draft: bool = False,
+    on_failure: Any = "Recompute",
+    identity: Mapping[str, str] | None = None,
+    **options: Any,
 ) -> Iterator[KvEngine]:
-    """Start an engine that pulls from itself. With a draft, the draft is the target."""
+    """Start an engine that pulls from itself; in plaintext without `identity`. The draft, if any, is the target."""
     from vllm.config import KVTransferConfig
 
     config = kv_transfer_config(
@@ -139,6 +144,7 @@ def running_engine(
         stall_timeout_ms=5000,
         target_revision="test",
         on_failure=on_failure,
+        **(identity or {}),
     )
     options = {"enable_prefix_caching": False, "max_num_seqs": 8, **options}
     draft = models.target if with_draft else None

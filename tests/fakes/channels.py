@@ -15,11 +15,15 @@ class FakeChannels:
         self.pushed: list[tuple[str, pb.SetSpeculationRequest]] = []
         self.kept: set[str] = set()
         self.asked: list[str] = []
+        self.certified: dict[str, str | None] = {}
         self.is_closed = False
         self.running = self.most_running = 0
 
-    async def get_stats(self, pod_ip: str, *, timeout_seconds: float) -> pb.GetStatsResponse:
+    async def get_stats(
+        self, pod_ip: str, *, timeout_seconds: float, certified_uid: str | None = None
+    ) -> pb.GetStatsResponse:
         self.asked.append(pod_ip)
+        self.certified[pod_ip] = certified_uid
         self.running += 1
         self.most_running = max(self.most_running, self.running)
         await asyncio.sleep(0)
@@ -30,7 +34,12 @@ class FakeChannels:
         return answer
 
     async def set_speculation(
-        self, pod_ip: str, request: pb.SetSpeculationRequest, *, timeout_seconds: float
+        self,
+        pod_ip: str,
+        request: pb.SetSpeculationRequest,
+        *,
+        timeout_seconds: float,
+        certified_uid: str | None = None,
     ) -> pb.SetSpeculationResponse:
         self.pushed.append((pod_ip, request))
         return pb.SetSpeculationResponse(applied=True)

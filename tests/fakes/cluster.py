@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 from specserve_operator.cluster.protocol import ApplyOutcome, ClusterError
-from specserve_operator.constants import LABEL_SERVICE
+from specserve_operator.constants import FIELD_MANAGER, LABEL_SERVICE
 from specserve_operator.core.objects import Event, Manifest, ObjectRef, ServiceKey
 
 
@@ -26,6 +26,7 @@ class MemoryCluster:
         self._made: dict[ServiceKey, int] = {}
         self._failures: dict[str, list[Exception]] = {}
         self._changed: asyncio.Queue[ServiceKey] = asyncio.Queue()
+        self._asked = 0
 
     def put(self, service: Manifest) -> ServiceKey:
         """Stores a service as a user's `apply` does. A changed spec is a new generation.
@@ -89,7 +90,12 @@ class MemoryCluster:
         self._maybe_fail("list_owned")
         return [copy.deepcopy(obj) for obj in self.objects.values() if _belongs_to(obj, key)]
 
-    async def apply(self, obj: Manifest) -> ApplyOutcome:
+    def changes(self, key: ServiceKey) -> int:
+        """Another number each time: tests change the objects behind our back."""
+        self._asked += 1
+        return self._asked
+
+    async def apply(self, obj: Manifest, *, field_manager: str = FIELD_MANAGER) -> ApplyOutcome:
         self._maybe_fail("apply")
         ref = ObjectRef.of(obj)
         self.applied.append(ref)
@@ -109,6 +115,11 @@ class MemoryCluster:
         self.status_writes += 1
         if key in self.services:
             self.services[key]["status"] = copy.deepcopy(dict(status))
+
+    async def patch_child_status(self, ref: ObjectRef, status: Mapping[str, Any]) -> None:
+        self._maybe_fail("patch_child_status")
+        if ref in self.objects:
+            self.objects[ref]["status"] = copy.deepcopy(dict(status))
 
     async def emit(self, key: ServiceKey, event: Event) -> None:
         self._maybe_fail("emit")

@@ -6,15 +6,17 @@ A pod template that changes here under the same revision means that `RENDER_VERS
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from specserve_operator.api.v1alpha1 import SpeculativeService
+from specserve_operator.core.config import OperatorConfig
 from specserve_operator.core.objects import Manifest
 from specserve_operator.core.plan import plan
-from specserve_operator.render import render
+from specserve_operator.render import render, render_seeds
 from tests.unit.core.builders import CONFIG, make_service, make_snapshot
 
 FOLDER = Path(__file__).parent
@@ -90,17 +92,44 @@ CASES: Mapping[str, SpeculativeService] = {
         speculation={"draft": {"method": "DraftModel", "uri": "pvc://models/coder/draft"}},
         prefill={},
     ),
+    "certified": make_service(speculation={"draft": _DRAFT}, prefill={}, kvTransfer={"tls": "Automatic"}),
+    "monitored": make_service(prefill={}),
+    "open": make_service(prefill={}),
+}
+# Settings of the operator, where they are not the usual ones.
+CONFIGS: Mapping[str, OperatorConfig] = {
+    "certified": replace(
+        CONFIG,
+        operator_namespace="specserve",
+        identity_server="specserve-operator.specserve.svc:9443",
+        trust_bundle="the authorities, as PEM\n",
+    ),
+    "monitored": replace(CONFIG, pod_monitors=True, operator_namespace="specserve"),
+    "open": replace(CONFIG, network_policies=False),
 }
 
 
 def render_case(name: str) -> list[Manifest]:
-    """What is rendered for a new service in an empty namespace."""
-    return render(plan(make_snapshot(CASES[name], config=CONFIG)))
+    """What is rendered for a new service in an empty namespace, in the order of application."""
+    plan_ = plan(make_snapshot(CASES[name], config=CONFIGS.get(name, CONFIG)))
+    return [*render_seeds(plan_), *render(plan_)]
 
 
 def golden_text(name: str) -> str:
-    """The content of the case's file."""
-    return yaml.safe_dump_all(render_case(name), sort_keys=False, width=110)
+    """The content of the case's file. A record's pod templates are left out where they are those of the workloads."""
+    objects = render_case(name)
+    templates = [o["spec"]["template"] for o in objects if o["kind"] == "Deployment"]
+    return yaml.safe_dump_all([_without_known(obj, templates) for obj in objects], sort_keys=False, width=110)
+
+
+def _without_known(obj: Manifest, templates: list[Manifest]) -> Manifest:
+    if obj["kind"] != "ControllerRevision":
+        return obj
+    pools = {
+        name: {**pin, "template": "that of the Deployment"} if pin["template"] in templates else pin
+        for name, pin in obj["data"]["pools"].items()
+    }
+    return {**obj, "data": {**obj["data"], "pools": pools}}
 
 
 def golden_file(name: str) -> Path:

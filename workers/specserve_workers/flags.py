@@ -13,6 +13,9 @@ from specserve_workers.frontend.middleware import Pool
 from specserve_workers.vllm.launch import OWNED_FLAGS
 
 RUNTIME_STATE: Final = Path("/etc/specserve/runtime/state.json")
+IDENTITY_TOKEN: Final = Path("/var/run/secrets/specserve/token")
+TRUST_BUNDLE: Final = Path("/etc/specserve/trust/ca.pem")
+IDENTITY_DIRECTORY: Final = Path("/var/run/specserve/identity")
 
 # Flags of the engine that the operator decides, so that probes, peers and the KV cache's content stay what it says.
 OWNED_ENGINE_FLAGS: Final = frozenset(OWNED_FLAGS) | {
@@ -70,8 +73,19 @@ class KvFlags:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class IdentityFlags:
+    """Where a pod gets its certificate, and where it puts it. `https_port`: of a prefill pod, for decode pods."""
+
+    server: str
+    token: Path
+    trust_bundle: Path
+    directory: Path
+    https_port: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ServingFlags:
-    """Everything a serving pod is started with."""
+    """Everything a serving pod is started with. Without `identity` it speaks plaintext."""
 
     pool: Pool
     model: str
@@ -84,12 +98,14 @@ class ServingFlags:
     http_port: int
     control_port: int
     kv: KvFlags
+    identity: IdentityFlags | None
     runtime_state: Path
     draft: DraftFlags | None
     prefill_peers: str | None
     drain_timeout_seconds: float
     pod_name: str
     pod_uid: str
+    pod_namespace: str
     engine_args: tuple[str, ...]
 
     @property
@@ -136,12 +152,14 @@ def parse_flags(pool: Pool, argv: Sequence[str], *, environ: Mapping[str, str] =
             stall_timeout_ms=values.kv_stall_timeout_ms,
             on_failure=values.kv_on_failure,
         ),
+        identity=_identity(values, environ),
         runtime_state=values.runtime_state,
         draft=_draft(values) if decode else None,
         prefill_peers=(values.prefill_peers or None) if decode else None,
         drain_timeout_seconds=values.drain_timeout_seconds,
         pod_name=environ.get("POD_NAME", ""),
         pod_uid=environ.get("POD_UID", ""),
+        pod_namespace=environ.get("POD_NAMESPACE", ""),
         engine_args=tuple(engine_args),
     )
 
@@ -183,6 +201,21 @@ def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     return args[:at], args[at + 1 :]
 
 
+def _identity(values: argparse.Namespace, environ: Mapping[str, str]) -> IdentityFlags | None:
+    if not values.identity_server:
+        return None
+    for name in ("POD_NAMESPACE", "POD_UID"):
+        if not environ.get(name):
+            raise FlagError(f"--identity-server: needs {name} in the environment")
+    return IdentityFlags(
+        server=values.identity_server,
+        token=values.identity_token,
+        trust_bundle=values.trust_bundle,
+        directory=values.identity_directory,
+        https_port=getattr(values, "https_port", 0),
+    )
+
+
 def _draft(values: argparse.Namespace) -> DraftFlags | None:
     if values.draft_method is None:
         for name in ("draft_model", "draft_model_revision"):
@@ -218,6 +251,12 @@ def _parser(pool: Pool) -> argparse.ArgumentParser:
     add("--kv-stall-timeout-ms", type=_positive(int), default=5000)
     add("--kv-on-failure", choices=("Recompute", "Fail"), default="Recompute")
     add("--drain-timeout-seconds", type=_seconds, default=120.0, help="0: what runs is cut at once")
+    add("--identity-server", type=_address, metavar="HOST:PORT", help="certificates; absent: plaintext")
+    add("--identity-token", type=Path, default=IDENTITY_TOKEN, metavar="FILE")
+    add("--trust-bundle", type=Path, default=TRUST_BUNDLE, metavar="FILE")
+    add("--identity-directory", type=Path, default=IDENTITY_DIRECTORY, metavar="DIR", help="in memory")
+    if pool is Pool.PREFILL:
+        add("--https-port", type=_port, default=8443, help="for decode pods; with --identity-server")
     if pool is Pool.DECODE:
         add("--draft-method", choices=("DraftModel",))
         add("--draft-model", metavar="PATH_OR_ID")
@@ -231,6 +270,14 @@ def _port(text: str) -> int:
     if not text.isdigit() or not 0 < int(text) < 65536:
         raise argparse.ArgumentTypeError(f"{text!r} is not a port (1-65535)")
     return int(text)
+
+
+def _address(text: str) -> str:
+    try:
+        parse_peer_address(text)
+    except PeerAddressError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return text
 
 
 def _draft_tokens(text: str) -> int:

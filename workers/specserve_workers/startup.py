@@ -52,3 +52,8 @@ def report_failure(message: str, *, code: int = EXIT_FAILED, environ: Mapping[st
     except OSError as error:
         sys.stderr.write(f"{log} could not be written: {error.strerror}\n{line}\n")
     return code
+
+
+def port_message(flag: str, host: str, port: int, *, error: OSError) -> str:
+    """Why a port cannot be listened on."""
+    return f"{flag} {port}: cannot listen on {host}:{port}: {os.strerror(error.errno or 0)}"

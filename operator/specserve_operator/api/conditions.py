@@ -42,8 +42,9 @@ class ConditionType(StrEnum):
     # A rollout is under way and moves; False when it is complete (RolloutComplete) or stuck (RolloutStalled).
     # From the revisions of the pods.
     PROGRESSING = "Progressing"
-    # The operator's defaults (images, render version) are newer than the ones this service runs. Always False in this
-    # version: services are not pinned, new defaults start a rollout.
+    # This operator would make other pods of the same spec than the ones that run: another default image, another pod
+    # template. They are replaced when the user asks for it (annotation `specserve.dev/upgrade`), or changes the spec.
+    # Also True while the installed CRDs are older than the operator (CRDOutdated). From the revision records.
     UPGRADE_AVAILABLE = "UpgradeAvailable"
 
 
@@ -76,7 +77,7 @@ class Reason(StrEnum):
     ROLLOUT_STALLED = "RolloutStalled"  # no progress within rollout.progressDeadlineSeconds
     DRAINING = "Draining"  # old pods still finish their requests
     UP_TO_DATE = "UpToDate"
-    NEWER_DEFAULTS = "NewerDefaults"
+    NEWER_REVISION = "NewerRevision"  # what an upgrade would restart is in the message
     # Measurements.
     NO_TRAFFIC = "NoTraffic"
     METRICS_STALE = "MetricsStale"  # pods answer no statistics, so nothing is decided from them
@@ -96,11 +97,12 @@ class Reason(StrEnum):
     OBJECTIVE_MISSED = "ObjectiveMissed"
     OBJECTIVE_INFEASIBLE = "ObjectiveInfeasible"  # no number of replicas reaches it on this hardware
     MAX_REPLICAS_REACHED = "MaxReplicasReached"
+    MIN_REPLICAS_REACHED = "MinReplicasReached"
     BUDGET_EXHAUSTED = "BudgetExhausted"  # spec.budget.maxGPUs
     LATENCY_HIGH = "LatencyHigh"
     LATENCY_LOW = "LatencyLow"
     STABILIZING = "Stabilizing"  # a recent change has not shown its effect yet
-    EXTERNALLY_SCALED = "ExternallyScaled"
+    EXTERNALLY_SCALED = "ExternallyScaled"  # the PoolScaler says so
     SPEC_CHANGED = "SpecChanged"
     # Drafts.
     DRAFT_LIVE = "DraftLive"

@@ -117,7 +117,7 @@ POOL_SCALER: Final = ResourceDefinition(
     columns=(
         PrinterColumn("Wanted", ".spec.replicas", "integer"),
         PrinterColumn("Replicas", ".status.replicas", "integer"),
-        PrinterColumn("Advised", ".status.desiredReplicas", "integer"),
+        PrinterColumn("Desired", ".status.desiredReplicas", "integer"),
         _AGE,
         PrinterColumn("Reason", ".status.reason", wide=True),
     ),

@@ -25,12 +25,12 @@ class TrainingMode(StrEnum):
 
 
 class Scaling(ApiModel):
-    """Who chooses the number of pods, and between which bounds. Not built yet: minReplicas and maxReplicas must be the
-    same, and the pool has that size."""
+    """Who chooses the number of pods, and between which bounds. Auto and Advise are not built yet: with them
+    minReplicas and maxReplicas must be the same, and the pool has that size."""
 
     mode: ScalingMode = ScalingMode.AUTO
     """Auto: from the latency objectives. Advise: only reported. External: an HPA, KEDA or a person writes the
-    PoolScaler."""
+    PoolScaler `<service>-<pool>`, which the operator makes, with the pool's present size in it."""
     min_replicas: Replicas = 1
     max_replicas: Annotated[int, Field(ge=1, le=10_000)]
 

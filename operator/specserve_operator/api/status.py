@@ -240,7 +240,7 @@ class DraftRevisionStatus(StatusModel):
 
 
 class PoolScalerStatus(StatusModel):
-    """The pool's real size, and what the operator would choose."""
+    """The pool's real size, and the size that it is to have."""
 
     observed_generation: Count = 0
     replicas: Count = 0
@@ -248,5 +248,6 @@ class PoolScalerStatus(StatusModel):
     selector: Annotated[str, Field(max_length=1024)] = ""
     """Label selector of the pool's pods, which an HPA needs."""
     desired_replicas: Count | None = None
-    """What mode Auto would choose."""
+    """Pods that the pool is to have: `spec.replicas` within minReplicas and maxReplicas of the service."""
     reason: OpenReason | None = None
+    """ExternallyScaled, or the bound that holds the pool."""

@@ -86,8 +86,8 @@ class Engine(ApiModel):
     """What prefill and decode pods share by construction."""
 
     image: Annotated[str | None, Field(min_length=1, max_length=1024)] = None
-    """Container image of the serving pods. Default: from the operator's configuration; a new default there starts a
-    rollout."""
+    """Container image of the serving pods. Default: from the operator's configuration, as it is when the pods are first
+    made; a new default there restarts nothing (condition UpgradeAvailable)."""
     args: EngineArgs = ()
     """Flags for the engine. Those that the operator sets itself are refused by name."""
 

@@ -87,9 +87,17 @@ class Client:
         return bool(answer["gone"])
 
     def scale(self, key: ServiceKey, replicas: Mapping[str, int]) -> dict[str, str]:
-        """Sets `spec.<pool>.replicas` of the pools named. `{name, outcome}`."""
+        """Sets `spec.<pool>.replicas` of the pools named, or the PoolScaler of those in mode External.
+
+        `{name, outcome}`.
+        """
         path = f"/v1/services/{quote(key.namespace)}/{quote(key.name)}/scale"
         return dict(self._call("POST", path, body={"replicas": dict(replicas)}))
+
+    def upgrade(self, key: ServiceKey) -> dict[str, str]:
+        """Asks for the pods that this version would make. `{name, outcome}`."""
+        path = f"/v1/services/{quote(key.namespace)}/{quote(key.name)}/upgrade"
+        return dict(self._call("POST", path))
 
     def log_lines(
         self,

@@ -190,6 +190,19 @@ def scale(
 
 
 @app.command()
+def upgrade(
+    *,
+    name: Annotated[str, typer.Argument(help="A service.")],
+    namespace: Namespace = "default",
+    state_dir: StateDir = _STATE_DIR,
+) -> None:
+    """Replace pods that an earlier version made. `describe` shows in UpgradeAvailable which those are."""
+    from specserve_operator.cli import write
+
+    _print(write.upgrade(Client(state_dir), name, namespace=namespace) + "\n")
+
+
+@app.command()
 def version() -> None:
     """Print the version."""
     _print(f"specserve {package_version('specserve')}\n")

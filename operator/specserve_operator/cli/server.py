@@ -5,18 +5,23 @@ import os
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
+from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from aiohttp import web
 
+from specserve_operator.api.conditions import ConditionType
+from specserve_operator.api.pools import ScalingMode
 from specserve_operator.api.validation import InvalidManifest, parse_service
 from specserve_operator.cli.client import socket_path
 from specserve_operator.cli.preflight import PreflightError, check_services
 from specserve_operator.cluster.local import LocalCluster, LogNotFound
-from specserve_operator.cluster.protocol import ClusterError
+from specserve_operator.cluster.protocol import ApplyOutcome, ClusterError
+from specserve_operator.core.conditions import FALSE, previous_condition
 from specserve_operator.core.config import OperatorConfig
+from specserve_operator.core.names import ANNOTATION_UPGRADE, Pool, pool_scaler_name
 from specserve_operator.core.objects import Manifest, ServiceKey
 
 SCALABLE_POOLS = ("prefill", "decode", "gateway")
@@ -64,6 +69,7 @@ class ControlPlaneApi:
                 web.post("/v1/services", self._apply),
                 web.delete(service, self._delete),
                 web.post(f"{service}/scale", self._scale),
+                web.post(f"{service}/upgrade", self._upgrade),
                 web.get("/v1/pods/{namespace}/{name}/log", self._log),
                 web.post("/v1/shutdown", self._shut_down),
             ]
@@ -94,24 +100,42 @@ class ControlPlaneApi:
         check_services(services, config=self._config, existing=existing)
         results = []
         for service, manifest in zip(services, manifests, strict=True):
-            outcome = await self._cluster.put_service(manifest)
-            results.append(
-                {
-                    "namespace": service.metadata.namespace,
-                    "name": service.metadata.name,
-                    "outcome": outcome.value,
-                }
-            )
+            key = ServiceKey(service.metadata.namespace, service.metadata.name)
+            results.append(_result(key, await self._cluster.put_service(manifest)))
         return results
 
     async def scale(self, key: ServiceKey, replicas: Mapping[str, int]) -> dict[str, str]:
         """Sets the replicas of pools. Raises `BadRequest` where another field decides them."""
+        manifest = self._service(key)
+        external = external_replicas(manifest, replicas)
+        own = {pool: count for pool, count in replicas.items() if pool not in external}
+        outcomes = set()
+        if own:
+            (result,) = await self.apply([with_replicas(manifest, own)])
+            outcomes.add(ApplyOutcome(result["outcome"]))
+        for pool, count in external.items():
+            scaler = pool_scaler_name(key.name, Pool(pool))
+            outcomes.add(await self._cluster.scale_pool(key.namespace, scaler, count))
+        is_changed = outcomes - {ApplyOutcome.UNCHANGED}
+        return _result(key, ApplyOutcome.CONFIGURED if is_changed else ApplyOutcome.UNCHANGED)
+
+    async def upgrade(self, key: ServiceKey) -> dict[str, str]:
+        """Asks for pods as this version makes them, where that would change any."""
+        manifest = self._service(key)
+        known = previous_condition(manifest.get("status") or {}, ConditionType.UPGRADE_AVAILABLE)
+        if known is not None and known.status == FALSE:
+            return _result(key, ApplyOutcome.UNCHANGED)
+        annotations = (manifest["metadata"].get("annotations") or {}) | {
+            ANNOTATION_UPGRADE: datetime.now(UTC).isoformat()
+        }
+        asking = {**manifest, "metadata": {**manifest["metadata"], "annotations": annotations}}
+        return _result(key, await self._cluster.put_service(asking))
+
+    def _service(self, key: ServiceKey) -> Manifest:
         manifest = self._cluster.get_object("SpeculativeService", key.namespace, key.name)
         if manifest is None:
             raise NotFound(f"there is no service {key}")
-        scaled = with_replicas(manifest, replicas)
-        (result,) = await self.apply([scaled])
-        return result
+        return manifest
 
     async def _info(self, _: web.Request) -> web.Response:
         return web.json_response({"version": version("specserve"), "pid": os.getpid()})
@@ -137,6 +161,10 @@ class ControlPlaneApi:
         body = await _json_object(request)
         return web.json_response(await self.scale(key, body.get("replicas", {})))
 
+    async def _upgrade(self, request: web.Request) -> web.Response:
+        key = ServiceKey(request.match_info["namespace"], request.match_info["name"])
+        return web.json_response(await self.upgrade(key))
+
     async def _log(self, request: web.Request) -> web.StreamResponse:
         namespace, pod = request.match_info["namespace"], request.match_info["name"]
         query = request.query
@@ -158,6 +186,24 @@ class ControlPlaneApi:
     async def _shut_down(self, _: web.Request) -> web.Response:
         self._on_shut_down()
         return web.json_response({})
+
+
+def _result(key: ServiceKey, outcome: ApplyOutcome) -> dict[str, str]:
+    return {"namespace": key.namespace, "name": key.name, "outcome": outcome.value}
+
+
+def external_replicas(service: Manifest, replicas: Mapping[str, int]) -> dict[str, int]:
+    """Those of `replicas` whose pools have a PoolScaler to say so. Raises `BadRequest` outside of the spec's bounds."""
+    found = {}
+    for pool, count in replicas.items():
+        scaling = (service["spec"].get(pool) or {}).get("scaling") or {} if pool in SCALABLE_POOLS else {}
+        if scaling.get("mode") != ScalingMode.EXTERNAL:
+            continue
+        least, most = scaling.get("minReplicas", 1), scaling["maxReplicas"]
+        if not least <= count <= most:
+            raise BadRequest(f"spec.{pool}.scaling of service {service['metadata']['name']} allows {least} to {most}")
+        found[pool] = count
+    return found
 
 
 def with_replicas(service: Manifest, replicas: Mapping[str, int]) -> Manifest:

@@ -1,4 +1,4 @@
-"""`specserve apply`, `delete` and `scale`."""
+"""`specserve apply`, `delete`, `scale` and `upgrade`."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -35,6 +35,12 @@ def scale(client: Client, name: str, assignments: Sequence[str], *, namespace: s
     """Sets replicas of pools, e.g. `decode=3`. A line as kubectl's."""
     result = client.scale(ServiceKey(namespace, name), parse_replicas(assignments))
     return _outcome_line(name, "unchanged" if result["outcome"] == "unchanged" else "scaled")
+
+
+def upgrade(client: Client, name: str, *, namespace: str) -> str:
+    """Replaces pods that an earlier version has made. A line as kubectl's."""
+    result = client.upgrade(ServiceKey(namespace, name))
+    return _outcome_line(name, "unchanged" if result["outcome"] == "unchanged" else "upgraded")
 
 
 def parse_replicas(assignments: Sequence[str]) -> dict[str, int]:

@@ -4,7 +4,11 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from enum import StrEnum
 from typing import Any, Protocol
 
+from specserve_operator.constants import FIELD_MANAGER
 from specserve_operator.core.objects import Event, Manifest, ObjectRef, ServiceKey
+
+# For fields that get a first value from us and are somebody else's from then on.
+SEED_FIELD_MANAGER = f"{FIELD_MANAGER}-seed"
 
 
 class ApplyOutcome(StrEnum):
@@ -28,8 +32,16 @@ class Cluster(Protocol):
         """Deployments, Services, ConfigMaps, ... and Pods that carry the service's label, in no order."""
         ...
 
-    async def apply(self, obj: Manifest) -> ApplyOutcome:
-        """Server-side apply as field manager `specserve`: creates, or makes our fields so. Others' fields stay."""
+    def changes(self, key: ServiceKey) -> int:
+        """A number that is another one after the service or an object of its has changed. May change without."""
+        ...
+
+    async def apply(self, obj: Manifest, *, field_manager: str = FIELD_MANAGER) -> ApplyOutcome:
+        """Server-side apply: creates, or makes our fields so. Others' fields stay.
+
+        As `specserve` it takes fields that are set otherwise from whoever set them. As any other manager it takes
+        nothing: where a field is somebody else's, nothing is done, which is no error.
+        """
         ...
 
     async def delete(self, ref: ObjectRef) -> None:
@@ -38,6 +50,10 @@ class Cluster(Protocol):
 
     async def patch_status(self, key: ServiceKey, status: Mapping[str, Any]) -> None:
         """Replaces the service's whole status. A service that is gone is no error."""
+        ...
+
+    async def patch_child_status(self, ref: ObjectRef, status: Mapping[str, Any]) -> None:
+        """Replaces the whole status of a child, e.g. a PoolScaler. One that is gone is no error."""
         ...
 
     async def emit(self, key: ServiceKey, event: Event) -> None:

@@ -8,8 +8,9 @@ from typing import Any
 from specserve_operator.api.conditions import ConditionType, Reason
 from specserve_operator.api.status import ConditionStatus, KvTransferStatus, LatencyStatus
 from specserve_operator.api.v1alpha1 import SpeculationMode
-from specserve_operator.core.names import Pool, gateway_name
+from specserve_operator.core.names import ANNOTATION_UPGRADE, Pool, gateway_name
 from specserve_operator.core.objects import ApplyFailure, Manifest
+from specserve_operator.core.pinning import Resolution, Resolved
 from specserve_operator.core.pools import PoolState
 from specserve_operator.core.progress import deadline_seconds
 from specserve_operator.core.snapshot import Snapshot
@@ -239,6 +240,29 @@ def judge_objectives(snapshot: Snapshot, stats: PoolStats, latency: LatencyStatu
     if missed:
         return Judgement(FALSE, Reason.OBJECTIVE_MISSED, "; ".join(missed))
     return Judgement(TRUE, Reason.OBJECTIVES_MET, "every objective is met")
+
+
+def judge_upgrade(snapshot: Snapshot, resolution: Resolution) -> Judgement:
+    """What would restart, and into what, if the user asked for the upgrade. CRDs that lack fields come first."""
+    if snapshot.crd_problem:
+        return Judgement(TRUE, Reason.CRD_OUTDATED, snapshot.crd_problem)
+    outdated = [r for r in resolution.pools if r.newer_image is not None]
+    if not outdated:
+        return Judgement(FALSE, Reason.UP_TO_DATE, "an upgrade would restart no pods")
+    by_change: dict[str, list[str]] = {}
+    for resolved in outdated:
+        change = _upgrade_change(resolved, snapshot.config.operator_version)
+        by_change.setdefault(change, []).append(str(resolved.pool))
+    changes = "; ".join(f"{', '.join(pools)} would restart: {change}" for change, pools in by_change.items())
+    return Judgement(
+        TRUE, Reason.NEWER_REVISION, f"{changes}. To take it, set the annotation {ANNOTATION_UPGRADE} to a new value"
+    )
+
+
+def _upgrade_change(resolved: Resolved, operator_version: str) -> str:
+    if resolved.image != resolved.newer_image:
+        return f"image {resolved.image} -> {resolved.newer_image}"
+    return f"image {resolved.image} stays, the pod template would be that of operator {operator_version}"
 
 
 def _without_stats(snapshot: Snapshot) -> Judgement:

@@ -12,11 +12,12 @@ from specserve_operator.api.pools import ServingPool
 from specserve_operator.api.v1alpha1 import (
     DraftMethod,
     SpeculativeService,
+    TlsMode,
     TransferFailurePolicy,
 )
 from specserve_operator.core.config import OperatorConfig
 from specserve_operator.core.names import Pool
-from specserve_operator.core.revision import target_revision
+from specserve_operator.core.revision import digest, target_revision
 from specserve_operator.core.weights import Weights, locate_weights
 
 PodTemplate = Mapping[str, Any]
@@ -41,7 +42,10 @@ class KvTransferLaunch:
 
 @dataclass(frozen=True, slots=True)
 class EngineLaunch:
-    """A prefill or decode pod. `kv_transfer` is None where the service is served aggregated."""
+    """A prefill or decode pod. `kv_transfer` is None where the service is served aggregated.
+
+    `identity_server`: HOST:PORT where its pods get certificates; None where they speak plain text.
+    """
 
     service: str
     pool: Pool
@@ -52,6 +56,7 @@ class EngineLaunch:
     secret_name: str | None
     draft: DraftLaunch | None
     kv_transfer: KvTransferLaunch | None
+    identity_server: str | None
     drain_timeout_seconds: int
     engine_args: tuple[str, ...]
     template: PodTemplate | None
@@ -82,21 +87,34 @@ def engine_launch(
     image = spec.engine.image or config.default_engine_image
     model = locate_weights(spec.model.uri)
     serving = serving_pool(service, pool)
+    identity_server = config.identity_server if has_certificates(service, config) else None
+    target = target_revision(model, image, engine_args=spec.engine.args)
     return EngineLaunch(
         service=name,
         pool=pool,
         image=image,
-        target_revision=target_revision(model, image, engine_args=spec.engine.args),
+        # Pods that speak TLS and pods that do not cannot reach each other.
+        target_revision=digest({"target": target, "tls": True}) if identity_server else target,
         model=model,
         served_model_name=spec.model.name or name,
         secret_name=spec.model.secret_name,
         draft=_draft_launch(service, max_draft_tokens) if pool is Pool.DECODE else None,
         kv_transfer=_kv_transfer_launch(service),
+        identity_server=identity_server,
         drain_timeout_seconds=serving.drain_timeout_seconds,
         engine_args=spec.engine.args + serving.args,
         template=serving.template,
         local=config.local,
     )
+
+
+def has_certificates(service: SpeculativeService, config: OperatorConfig) -> bool:
+    """Whether the pods of the service get certificates and speak TLS. On one machine their traffic stays on loopback.
+
+    Without a prefill pool and without a certificate service there is only the operator's own traffic to do without.
+    """
+    wants = service.spec.kv_transfer.tls is TlsMode.AUTOMATIC
+    return wants and not config.local and config.identity_server is not None
 
 
 def gateway_launch(service: SpeculativeService, *, config: OperatorConfig) -> GatewayLaunch:

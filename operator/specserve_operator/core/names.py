@@ -3,17 +3,25 @@
 from enum import StrEnum
 
 from specserve_operator.constants import (
+    GROUP,
     LABEL_POOL,
     LABEL_REVISION,
     LABEL_SERVICE,
     LABEL_TARGET_REVISION,
     MANAGED_BY,
-    PORT_HTTP,
 )
 
 Labels = dict[str, str]
 
 LABEL_MANAGED_BY = "app.kubernetes.io/managed-by"
+
+# On a service: the user wants its pods as this operator would make them. Any value that was not taken yet does.
+# On a workload: the value that was taken last.
+ANNOTATION_UPGRADE = f"{GROUP}/upgrade"
+# On a workload: digests of what the user had given (core/inputs.py), and the number of the record that it is in.
+ANNOTATION_INPUTS = f"{GROUP}/inputs"
+ANNOTATION_TARGET_INPUTS = f"{GROUP}/target-inputs"
+ANNOTATION_RECORD = f"{GROUP}/record"
 
 
 class Pool(StrEnum):
@@ -39,11 +47,6 @@ def prefill_peers_name(service: str, target_revision: str) -> str:
     return f"{service}-prefill-{target_revision}"
 
 
-def prefill_peers_address(service: str, target_revision: str) -> str:
-    """What decode pods resolve: a name in their own namespace, so that no cluster domain is assumed."""
-    return f"{prefill_peers_name(service, target_revision)}:{PORT_HTTP}"
-
-
 def runtime_config_name(service: str) -> str:
     """The ConfigMap with the run-time state."""
     return f"{service}-runtime"
@@ -51,6 +54,24 @@ def runtime_config_name(service: str) -> str:
 
 def disruption_budget_name(service: str, pool: Pool) -> str:
     return f"{service}-{pool}"
+
+
+def network_policy_name(service: str, pool: Pool) -> str:
+    return f"{service}-{pool}"
+
+
+def pool_scaler_name(service: str, pool: Pool) -> str:
+    """The PoolScaler of a pool in mode External."""
+    return f"{service}-{pool}"
+
+
+def pod_monitor_name(service: str) -> str:
+    return service
+
+
+def record_name(service: str, digest: str) -> str:
+    """The ControllerRevision whose content has that digest."""
+    return f"{service}-{digest}"
 
 
 def selector(service: str, pool: Pool, *, revision: str | None = None, target_revision: str | None = None) -> Labels:

@@ -1,8 +1,10 @@
 """What is to be: from a snapshot to the workloads, their replicas, and what is no longer needed. Values only.
 
 problems      the spec cannot be served: nothing is rendered and nothing deleted, what runs keeps running
+resolution    what the pods of each pool are: kept as they were resolved once, or resolved now (core/pinning.py)
 pools         for each pool the current revision, how many replicas it gets next, and what old revisions keep
-deletions     pools that left the spec, old revisions without pods, headless Services nobody resolves any more
+scalers       for each pool whose size others choose, the object in which they do
+deletions     pools that left the spec, old revisions without pods, and other children that nothing needs any more
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -12,18 +14,13 @@ from specserve_operator.api.pools import ScalingMode, ServingPool
 from specserve_operator.api.v1alpha1 import SpeculativeService
 from specserve_operator.constants import LABEL_POOL, LABEL_TARGET_REVISION
 from specserve_operator.core.config import OperatorConfig
-from specserve_operator.core.launch import (
-    EngineLaunch,
-    GatewayLaunch,
-    engine_launch,
-    gateway_launch,
-    serving_pool,
-)
+from specserve_operator.core.launch import serving_pool
 from specserve_operator.core.names import Pool, workload_name
 from specserve_operator.core.objects import Manifest, ObjectRef
+from specserve_operator.core.pinning import Resolution, Resolved, resolve
 from specserve_operator.core.problems import find_problems
 from specserve_operator.core.progress import deadline_seconds
-from specserve_operator.core.revision import pool_revision
+from specserve_operator.core.records import HISTORY_LIMIT
 from specserve_operator.core.rollout import Bounds, Pairing, Replicas, Step, next_step, pair
 from specserve_operator.core.runtime_state import RuntimeState, plan_runtime_state
 from specserve_operator.core.snapshot import Snapshot, WorkloadView
@@ -31,31 +28,37 @@ from specserve_operator.core.snapshot import Snapshot, WorkloadView
 # A pool of fewer pods has no disruption budget: it would only keep nodes from being drained.
 MIN_REPLICAS_FOR_BUDGET = 2
 
-Launch = EngineLaunch | GatewayLaunch
-
 
 @dataclass(frozen=True, slots=True)
 class CurrentWorkload:
     """The workload of a pool's wanted revision. `pool_replicas`: what the pool gets over all revisions."""
 
-    pool: Pool
-    revision: str
+    service: str
+    resolved: Resolved
     replicas: int
     pool_replicas: int
-    launch: Launch
+
+    @property
+    def pool(self) -> Pool:
+        return self.resolved.pool
+
+    @property
+    def revision(self) -> str:
+        return self.resolved.revision
 
     @property
     def name(self) -> str:
-        return workload_name(self.launch.service, self.pool, self.revision)
+        return workload_name(self.service, self.pool, self.revision)
 
     @property
     def target_revision(self) -> str | None:
-        return self.launch.target_revision if isinstance(self.launch, EngineLaunch) else None
+        """None for a gateway."""
+        return self.resolved.target_revision or None
 
 
 @dataclass(frozen=True, slots=True)
 class OldWorkload:
-    """A workload of a former revision with what it is to have next. Its launch is forgotten: `live` is all there is."""
+    """A workload of a former revision with what it is to have next. `live` is all that is left of it."""
 
     live: Manifest
     revision: str
@@ -74,6 +77,19 @@ class PoolPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class ScalerPlan:
+    """The PoolScaler of a pool in mode External. `seed`: what a new one starts with; None where there is one.
+
+    `asked`: what it says, or will; `desired`: that, within the bounds of the spec.
+    """
+
+    pool: Pool
+    seed: int | None
+    asked: int
+    desired: int
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """All that `render` needs. `requeue_after_seconds`: when to look again though nothing may have changed."""
 
@@ -81,7 +97,9 @@ class Plan:
     config: OperatorConfig
     runtime_state: RuntimeState
     problems: tuple[str, ...] = ()
+    resolution: Resolution | None = None
     pools: tuple[PoolPlan, ...] = ()
+    scalers: tuple[ScalerPlan, ...] = ()
     deletions: tuple[ObjectRef, ...] = ()
     requeue_after_seconds: float | None = None
 
@@ -102,86 +120,60 @@ def plan(snapshot: Snapshot) -> Plan:
     problems = find_problems(service, config)
     if problems:
         return Plan(service, config, runtime_state, problems=problems)
-    launches = plan_launches(snapshot)
-    pools = plan_rollouts(snapshot, launches)
+    resolution = resolve(snapshot)
+    pools = plan_rollouts(snapshot, resolution)
+    scalers = plan_scalers(snapshot, pools)
     return Plan(
         service,
         config,
         runtime_state,
+        resolution=resolution,
         pools=pools,
-        deletions=tuple(plan_deletions(snapshot, pools)),
+        scalers=scalers,
+        deletions=(*plan_deletions(snapshot, pools, scalers), *plan_forgetting(snapshot, resolution)),
         requeue_after_seconds=_seconds_to_deadline(snapshot, pools),
     )
 
 
-def plan_launches(snapshot: Snapshot) -> Mapping[Pool, Launch]:
-    """What the pods of each pool are started with, in the order in which pools are applied."""
-    service, config = snapshot.service, snapshot.config
-    launches: dict[Pool, Launch] = {}
-    if service.spec.prefill is not None:
-        launches[Pool.PREFILL] = engine_launch(service, Pool.PREFILL, config=config)
-    launches[Pool.DECODE] = _decode_launch(snapshot)
-    launches[Pool.GATEWAY] = gateway_launch(service, config=config)
-    return launches
-
-
-def _decode_launch(snapshot: Snapshot) -> EngineLaunch:
-    """The decode pods' launch, with the drafter as large as the live one where that is enough.
-
-    A lower `length.max` is a run-time change: a workload that differs in nothing else is kept. Of several such
-    workloads the one with most replicas is, so that a rollout between them does not turn around half-way.
-    """
-    service, config = snapshot.service, snapshot.config
-    wanted = engine_launch(service, Pool.DECODE, config=config)
-    if wanted.draft is None:
-        return wanted
-    live = sorted(
-        (w for w in snapshot.pool_workloads(Pool.DECODE) if (w.max_draft_tokens or 0) >= wanted.draft.max_tokens),
-        key=lambda w: (-w.replicas, w.max_draft_tokens),
-    )
-    for workload in live:
-        launch = engine_launch(service, Pool.DECODE, config=config, max_draft_tokens=workload.max_draft_tokens)
-        if pool_revision(launch) == workload.revision:
-            return launch
-    return wanted
-
-
-def plan_replicas(serving: ServingPool, workloads: Iterable[WorkloadView]) -> int:
-    """How many replicas a serving pool is to have.
+def plan_replicas(serving: ServingPool, workloads: Iterable[WorkloadView], *, asked: int | None = None) -> int:
+    """How many replicas a serving pool is to have. `asked`: what its PoolScaler says, if it has one.
 
     The number that the operator last decided is on the pool's workloads, so that a running rollout's surge is not
     taken for it. The last of `workloads` has it: an old one is no longer told of later decisions.
     """
     if serving.scaling is None:
         return 1 if serving.replicas is None else serving.replicas
-    if serving.scaling.min_replicas == serving.scaling.max_replicas:
-        return serving.scaling.min_replicas
+    least, most = serving.scaling.min_replicas, serving.scaling.max_replicas
+    if least == most:
+        return least
     decided = [w.pool_replicas if w.pool_replicas is not None else w.replicas for w in workloads]
-    current = decided[-1] if decided else serving.scaling.min_replicas
-    if serving.scaling.mode is not ScalingMode.AUTO:
-        return current  # somebody else's decision, or nobody's
-    return min(max(current, serving.scaling.min_replicas), serving.scaling.max_replicas)
+    current = decided[-1] if decided else least
+    if serving.scaling.mode is ScalingMode.ADVISE:
+        return current  # nobody's decision
+    if serving.scaling.mode is ScalingMode.EXTERNAL and asked is not None:
+        current = asked
+    return min(max(current, least), most)
 
 
-def plan_rollouts(snapshot: Snapshot, launches: Mapping[Pool, Launch]) -> tuple[PoolPlan, ...]:
+def plan_rollouts(snapshot: Snapshot, resolution: Resolution) -> tuple[PoolPlan, ...]:
     """The next step of every pool, prefill and decode in step with each other."""
-    desired = {pool: _desired_replicas(snapshot, pool, launch) for pool, launch in launches.items()}
-    pairing = _pairing(snapshot, launches, desired)
-    return tuple(
-        _plan_pool(snapshot, pool, launch, desired=desired[pool], pairing=pairing) for pool, launch in launches.items()
-    )
+    resolved = {r.pool: r for r in resolution.pools}
+    desired = {pool: _desired_replicas(snapshot, r) for pool, r in resolved.items()}
+    pairing = _pairing(snapshot, resolved, desired)
+    return tuple(_plan_pool(snapshot, r, desired=desired[pool], pairing=pairing) for pool, r in resolved.items())
 
 
-def _desired_replicas(snapshot: Snapshot, pool: Pool, launch: Launch) -> int:
+def _desired_replicas(snapshot: Snapshot, resolved: Resolved) -> int:
+    pool = resolved.pool
     if pool is Pool.GATEWAY:
         return snapshot.service.spec.gateway.replicas
-    revision = pool_revision(launch)
-    workloads = sorted(snapshot.pool_workloads(pool), key=lambda w: w.revision == revision)
-    return plan_replicas(serving_pool(snapshot.service, pool), workloads)
+    workloads = sorted(snapshot.pool_workloads(pool), key=lambda w: w.revision == resolved.revision)
+    scaler = snapshot.scaler(pool)
+    return plan_replicas(serving_pool(snapshot.service, pool), workloads, asked=scaler.replicas if scaler else None)
 
 
-def _plan_pool(snapshot: Snapshot, pool: Pool, launch: Launch, *, desired: int, pairing: Pairing) -> PoolPlan:
-    revision = pool_revision(launch)
+def _plan_pool(snapshot: Snapshot, resolved: Resolved, *, desired: int, pairing: Pairing) -> PoolPlan:
+    pool, revision = resolved.pool, resolved.revision
     workloads = snapshot.pool_workloads(pool)
     old = [w for w in workloads if w.revision != revision]
     step: Step = next_step(
@@ -195,7 +187,7 @@ def _plan_pool(snapshot: Snapshot, pool: Pool, launch: Launch, *, desired: int, 
     return PoolPlan(
         pool=pool,
         desired=desired,
-        current=CurrentWorkload(pool, revision, step.current, desired, launch),
+        current=CurrentWorkload(snapshot.service.metadata.name, resolved, step.current, desired),
         old=tuple(
             OldWorkload(w.manifest, w.revision, live_replicas=w.replicas, replicas=replicas)
             for w, replicas in zip(old, step.old, strict=True)
@@ -203,15 +195,15 @@ def _plan_pool(snapshot: Snapshot, pool: Pool, launch: Launch, *, desired: int, 
     )
 
 
-def _pairing(snapshot: Snapshot, launches: Mapping[Pool, Launch], desired: Mapping[Pool, int]) -> Pairing:
-    decode = launches[Pool.DECODE]
-    if Pool.PREFILL not in launches or not isinstance(decode, EngineLaunch):
+def _pairing(snapshot: Snapshot, resolved: Mapping[Pool, Resolved], desired: Mapping[Pool, int]) -> Pairing:
+    if Pool.PREFILL not in resolved:
         return Pairing()
+    target = resolved[Pool.DECODE].target_revision
     return pair(
         prefill_desired=desired[Pool.PREFILL],
-        prefill_ready=_count_serving(snapshot, Pool.PREFILL, decode.target_revision, same=True),
+        prefill_ready=_count_serving(snapshot, Pool.PREFILL, target, same=True),
         decode_desired=desired[Pool.DECODE],
-        old_decode_ready=_count_serving(snapshot, Pool.DECODE, decode.target_revision, same=False),
+        old_decode_ready=_count_serving(snapshot, Pool.DECODE, target, same=False),
         can_surge=snapshot.service.spec.rollout.max_surge > 0,
     )
 
@@ -239,7 +231,28 @@ def _bounds(snapshot: Snapshot) -> Bounds:
     return Bounds(max_surge=rollout.max_surge, max_unavailable=rollout.max_unavailable)
 
 
-def plan_deletions(snapshot: Snapshot, pools: tuple[PoolPlan, ...]) -> Iterator[ObjectRef]:
+def plan_scalers(snapshot: Snapshot, pools: tuple[PoolPlan, ...]) -> tuple[ScalerPlan, ...]:
+    """A PoolScaler for every pool in mode External. A new one asks for the number that the pool has anyway."""
+    scalers = []
+    for pool in pools:
+        if not _is_scaled_externally(snapshot.service, pool.pool):
+            continue
+        scaler = snapshot.scaler(pool.pool)
+        asked = scaler.replicas if scaler is not None and scaler.replicas is not None else pool.desired
+        scalers.append(
+            ScalerPlan(pool.pool, seed=pool.desired if scaler is None else None, asked=asked, desired=pool.desired)
+        )
+    return tuple(scalers)
+
+
+def _is_scaled_externally(service: SpeculativeService, pool: Pool) -> bool:
+    scaling = None if pool is Pool.GATEWAY else serving_pool(service, pool).scaling
+    return scaling is not None and scaling.mode is ScalingMode.EXTERNAL
+
+
+def plan_deletions(
+    snapshot: Snapshot, pools: tuple[PoolPlan, ...], scalers: tuple[ScalerPlan, ...]
+) -> Iterator[ObjectRef]:
     """Children that nothing needs any more. Objects of kinds or pools that are not known here are left alone."""
     planned = {p.pool for p in pools}
     for workload in snapshot.workloads:
@@ -250,24 +263,47 @@ def plan_deletions(snapshot: Snapshot, pools: tuple[PoolPlan, ...]) -> Iterator[
             left = [p for p in snapshot.pool_pods(pool.pool, revision=old.revision) if not p.is_finished]
             if old.replicas == 0 and not left:
                 yield ObjectRef.of(old.live)
-    used = {w.target_revision for w in snapshot.pool_workloads(Pool.PREFILL)}
-    used |= {p.current.target_revision or "" for p in pools}
+    # By kind, the pools that have such an object.
+    needed = {
+        "NetworkPolicy": planned if has_network_policies(snapshot.config) else set(),
+        "PodDisruptionBudget": {p.pool for p in pools if needs_disruption_budget(p)},
+        "PoolScaler": {s.pool for s in scalers},
+    }
     for child in snapshot.others:
         labels = child["metadata"].get("labels") or {}
         match child["kind"]:
             case "Service":  # headless ones; the gateway's has no target revision
-                target = labels.get(LABEL_TARGET_REVISION)
-                is_unused = target is not None and (Pool.PREFILL not in planned or target not in used)
-            case "PodDisruptionBudget":
-                is_unused = not _has_budget(labels.get(LABEL_POOL), pools)
-            case _:
-                is_unused = False
+                is_unused = LABEL_TARGET_REVISION in labels and not _has_peers(snapshot, pools, labels)
+            case "PodMonitor":
+                is_unused = not snapshot.config.pod_monitors
+            case kind:
+                is_unused = kind in needed and labels.get(LABEL_POOL) not in needed[kind]
         if is_unused:
             yield ObjectRef.of(child)
 
 
-def _has_budget(pool: str | None, pools: tuple[PoolPlan, ...]) -> bool:
-    return any(p.pool == pool and needs_disruption_budget(p) for p in pools)
+def _has_peers(snapshot: Snapshot, pools: tuple[PoolPlan, ...], labels: Mapping[str, str]) -> bool:
+    """Whether the headless Service with these labels leads to prefill pods, or is going to."""
+    used = {w.target_revision for w in snapshot.pool_workloads(Pool.PREFILL)}
+    used |= {p.current.target_revision or "" for p in pools}
+    return any(p.pool is Pool.PREFILL for p in pools) and labels[LABEL_TARGET_REVISION] in used
+
+
+def plan_forgetting(snapshot: Snapshot, resolution: Resolution) -> Iterator[ObjectRef]:
+    """Old records but the last few, and the last of every workload that lives. None in a pass that makes a new one."""
+    if resolution.stored is None:
+        return
+    unrecorded = {(w.pool, w.revision) for w in snapshot.workloads}
+    for age, record in enumerate(reversed(snapshot.records)):
+        recorded = {(str(pool), pin.revision) for pool, pin in record.pins.items()} & unrecorded
+        if age >= HISTORY_LIMIT and not recorded:
+            yield record.ref
+        unrecorded -= recorded
+
+
+def has_network_policies(config: OperatorConfig) -> bool:
+    """One machine has no network that could be divided."""
+    return config.network_policies and not config.local
 
 
 def needs_disruption_budget(pool: PoolPlan) -> bool:

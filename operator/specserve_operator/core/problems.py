@@ -6,7 +6,7 @@ the way out, before any pod is touched.
 
 from collections.abc import Iterator
 
-from specserve_operator.api.pools import ServingPool
+from specserve_operator.api.pools import ScalingMode, ServingPool
 from specserve_operator.api.v1alpha1 import (
     DraftMethod,
     LengthCap,
@@ -43,7 +43,7 @@ def _problems(service: SpeculativeService, config: OperatorConfig) -> Iterator[s
     if spec.speculation is not None:
         yield from _speculation_problems(spec.speculation, config)
     if spec.prefill is not None and spec.kv_transfer.tls is TlsMode.AUTOMATIC and not config.local:
-        yield "spec.kvTransfer.tls: Automatic is not built yet on Kubernetes; set Disabled (KV caches move unencrypted)"
+        yield from _identity_problems(config)
     if spec.budget is not None:
         yield "spec.budget: there is no upper bound on GPUs in this version; remove it"
     yield from _scaling_problems("spec.prefill", spec.prefill)
@@ -56,14 +56,24 @@ def _problems(service: SpeculativeService, config: OperatorConfig) -> Iterator[s
         yield from template_problems("spec.prefill.template", spec.prefill.template, ENGINE_CONTAINER)
 
 
+def _identity_problems(config: OperatorConfig) -> Iterator[str]:
+    """KV caches are never moved unencrypted because of how the operator happens to be started."""
+    if config.identity_server is None:
+        yield (
+            "spec.kvTransfer.tls: this operator gives pods no certificates; start it with --identity-service and "
+            "--identity-secret, or set Disabled (KV caches then move unencrypted)"
+        )
+
+
 def _scaling_problems(field: str, pool: ServingPool | None) -> Iterator[str]:
     """Bounds that leave one size are that size, whoever is to choose it."""
     scaling = pool.scaling if pool is not None else None
-    if scaling is not None and scaling.min_replicas != scaling.max_replicas:
-        yield (
-            f"{field}.scaling: mode {scaling.mode} is not built yet, pools keep one size; "
-            f"use {field}.replicas, or set minReplicas and maxReplicas to the same number"
-        )
+    if scaling is None or scaling.mode is ScalingMode.EXTERNAL or scaling.min_replicas == scaling.max_replicas:
+        return
+    yield (
+        f"{field}.scaling: mode {scaling.mode} is not built yet; use External, {field}.replicas, or set minReplicas "
+        "and maxReplicas to the same number"
+    )
 
 
 def _uri_problems(field: str, uri: str, config: OperatorConfig) -> Iterator[str]:

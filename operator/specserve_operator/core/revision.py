@@ -15,7 +15,7 @@ from specserve_operator.core.weights import Weights
 if TYPE_CHECKING:
     from specserve_operator.core.launch import EngineLaunch, GatewayLaunch
 
-# Raised when the same launch renders another pod template: a new name, so that a rollout of ours replaces the pods.
+# Raised when the same launch renders another pod template: a new name, under which users may have it (core/pinning.py).
 RENDER_VERSION = 1
 REVISION_LENGTH = 10
 

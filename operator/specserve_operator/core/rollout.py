@@ -86,7 +86,8 @@ def next_step(
     """One step of a pool; equal to what is observed when there is nothing to do but wait.
 
     `old` is in the order in which revisions are given up. `limit` bounds the current revision while it grows, `hold`
-    the ready old pods from below.
+    the ready old pods from below; but it holds no pod above the surge, which may be smaller than it was: in a full
+    cluster those that it is held for may be waiting for its room.
     """
     total = current.wanted + sum(o.wanted for o in old)
     grown = _grow(desired, current, room=desired + bounds.max_surge - total, old=old, bounds=bounds, limit=limit)
@@ -97,7 +98,8 @@ def next_step(
     spare = total - floor - (current.doubtful if old_serving else 0)
     failed = _take([o.failed for o in old], at_most=spare)
     paused = _take([o.pausing for o in old], at_most=spare - sum(failed) if serving >= floor else 0)
-    ready = _take([o.serving for o in old], at_most=min(serving - floor, old_serving - hold))
+    excess = grown + sum(o.wanted for o in old) - desired - bounds.max_surge
+    ready = _take([o.serving for o in old], at_most=min(serving - floor, max(old_serving - hold, excess)))
     left = (o.wanted - f - p - r for o, f, p, r in zip(old, failed, paused, ready, strict=True))
     return Step(current=grown, old=tuple(left))
 

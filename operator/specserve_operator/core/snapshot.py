@@ -6,22 +6,32 @@ Objects are parsed here once. Fields that a cluster leaves out are what Kubernet
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from typing import Any
 
 from specserve_operator.api.status import KvTransferStatus
 from specserve_operator.api.v1alpha1 import SpeculativeService
 from specserve_operator.constants import (
     ANNOTATION_POOL_REPLICAS,
+    ENGINE_CONTAINER,
+    GATEWAY_CONTAINER,
     LABEL_POOL,
     LABEL_REVISION,
     LABEL_SERVICE,
     LABEL_TARGET_REVISION,
 )
 from specserve_operator.core.config import OperatorConfig
-from specserve_operator.core.names import LABEL_MANAGED_BY
+from specserve_operator.core.names import (
+    ANNOTATION_INPUTS,
+    ANNOTATION_RECORD,
+    ANNOTATION_TARGET_INPUTS,
+    ANNOTATION_UPGRADE,
+    LABEL_MANAGED_BY,
+)
 from specserve_operator.core.objects import Manifest, ObjectRef, ServiceKey
+from specserve_operator.core.records import PoolPin, Record, parse_record
 from specserve_operator.core.stats import PodStats, TransferTotals
+from specserve_operator.identity.names import FLAG_IDENTITY_SERVER
 
 FLAG_MAX_DRAFT_TOKENS = "--max-draft-tokens"
 
@@ -91,7 +101,11 @@ class PodView:
 
 @dataclass(frozen=True, slots=True)
 class WorkloadView:
-    """A Deployment of ours: one pool at one revision. `replicas` is what it was told to have."""
+    """A Deployment of ours: one pool at one revision. `replicas` is what it was told to have.
+
+    `pin`: what its pods are, and what from; None where somebody has removed that. `record`: the number of the record
+    that had it last; `upgrade`: the request that was taken last by then.
+    """
 
     ref: ObjectRef
     pool: str
@@ -99,16 +113,30 @@ class WorkloadView:
     target_revision: str
     replicas: int
     pool_replicas: int | None
-    max_draft_tokens: int | None
     created: datetime | None
     replica_failure: str
+    pin: PoolPin | None
+    record: int
+    upgrade: str
     manifest: Manifest
+
+
+@dataclass(frozen=True, slots=True)
+class ScalerView:
+    """A PoolScaler. `replicas` is what somebody asks for; None where that cannot be read."""
+
+    ref: ObjectRef
+    pool: str
+    replicas: int | None
+    generation: int
+    status: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
     """`pod_stats` holds the pods that answered. `others`: children that are neither workloads nor pods.
 
+    `records`: those that can be read, oldest first. `crd_problem`: what the installed CRDs lack; empty if nothing.
     `kv_transfer` is the sum over all pods that the control plane has heard of: it never shrinks. `kv_transfer_found` is
     what the status said when the control plane first saw the service: the word of earlier ones.
     """
@@ -118,10 +146,13 @@ class Snapshot:
     now: datetime
     workloads: tuple[WorkloadView, ...] = ()
     pods: tuple[PodView, ...] = ()
+    scalers: tuple[ScalerView, ...] = ()
+    records: tuple[Record, ...] = ()
     others: tuple[Manifest, ...] = ()
     pod_stats: tuple[PodStats, ...] = ()
     kv_transfer: TransferTotals = field(default_factory=TransferTotals)
     kv_transfer_found: KvTransferStatus = field(default_factory=KvTransferStatus)
+    crd_problem: str = ""
 
     @property
     def key(self) -> ServiceKey:
@@ -130,6 +161,9 @@ class Snapshot:
     def pool_workloads(self, pool: str) -> tuple[WorkloadView, ...]:
         """Oldest first."""
         return tuple(w for w in self.workloads if w.pool == pool)
+
+    def scaler(self, pool: str) -> ScalerView | None:
+        return next((s for s in self.scalers if s.pool == pool), None)
 
     def pool_pods(self, pool: str, *, revision: str | None = None) -> tuple[PodView, ...]:
         """Pods of a pool, those that are being deleted included."""
@@ -145,6 +179,7 @@ def build_snapshot(
     pod_stats: Mapping[str, PodStats],
     kv_transfer: TransferTotals,
     kv_transfer_found: KvTransferStatus,
+    crd_problem: str = "",
 ) -> Snapshot:
     """Sorts the children of a service by what they are.
 
@@ -154,6 +189,7 @@ def build_snapshot(
     ours = [c for c in children if _is_ours(c, service)]
     workloads = [_parse_workload(c) for c in ours if c["kind"] == "Deployment"]
     pods = [_parse_pod(c) for c in ours if c["kind"] == "Pod"]
+    records = [r for c in ours if c["kind"] == "ControllerRevision" and (r := parse_record(c)) is not None]
     uids = {p.uid for p in pods}
     return Snapshot(
         service=service,
@@ -161,10 +197,13 @@ def build_snapshot(
         now=now,
         workloads=tuple(sorted(workloads, key=lambda w: (w.created is not None, w.created or now, w.ref.name))),
         pods=tuple(sorted(pods, key=lambda p: p.name)),
+        scalers=tuple(_parse_scaler(c) for c in ours if c["kind"] == "PoolScaler"),
+        records=tuple(sorted(records, key=lambda r: r.number)),
         others=tuple(c for c in ours if c["kind"] not in {"Deployment", "Pod"}),
         pod_stats=tuple(s for _, s in sorted(pod_stats.items()) if s.pod_uid in uids),
         kv_transfer=kv_transfer,
         kv_transfer_found=kv_transfer_found,
+        crd_problem=crd_problem,
     )
 
 
@@ -180,7 +219,6 @@ def _is_ours(child: Manifest, service: SpeculativeService) -> bool:
 def _parse_workload(obj: Manifest) -> WorkloadView:
     meta, spec, status = obj["metadata"], obj.get("spec") or {}, obj.get("status") or {}
     labels, annotations = meta.get("labels") or {}, meta.get("annotations") or {}
-    pool_replicas = annotations.get(ANNOTATION_POOL_REPLICAS, "")
     failure = _condition(status, "ReplicaFailure")
     return WorkloadView(
         ref=ObjectRef.of(obj),
@@ -188,11 +226,42 @@ def _parse_workload(obj: Manifest) -> WorkloadView:
         revision=labels.get(LABEL_REVISION, ""),
         target_revision=labels.get(LABEL_TARGET_REVISION, ""),
         replicas=spec.get("replicas", 1),
-        pool_replicas=int(pool_replicas) if pool_replicas.isdigit() else None,
-        max_draft_tokens=_flag_value(obj, FLAG_MAX_DRAFT_TOKENS),
+        pool_replicas=_parse_count(annotations.get(ANNOTATION_POOL_REPLICAS)),
         created=_parse_time(meta.get("creationTimestamp")),
         replica_failure=failure.get("message", "") if failure.get("status") == "True" else "",
+        pin=_parse_pin(obj) if ANNOTATION_INPUTS in annotations else None,
+        record=_parse_count(annotations.get(ANNOTATION_RECORD)) or 0,
+        upgrade=annotations.get(ANNOTATION_UPGRADE, ""),
         manifest=obj,
+    )
+
+
+def _parse_pin(deployment: Manifest) -> PoolPin:
+    """What a workload with our annotations says of its pods."""
+    meta, template = deployment["metadata"], deployment["spec"]["template"]
+    labels, annotations = meta.get("labels") or {}, meta["annotations"]
+    names = {ENGINE_CONTAINER, GATEWAY_CONTAINER}
+    containers = [c for c in template["spec"]["containers"] if c["name"] in names]
+    return PoolPin(
+        inputs=annotations[ANNOTATION_INPUTS],
+        target_inputs=annotations.get(ANNOTATION_TARGET_INPUTS, ""),
+        revision=labels.get(LABEL_REVISION, ""),
+        target_revision=labels.get(LABEL_TARGET_REVISION, ""),
+        image=containers[0].get("image", "") if containers else "",
+        max_draft_tokens=_parse_count(_flag_value(containers, FLAG_MAX_DRAFT_TOKENS)),
+        identity_server=_flag_value(containers, FLAG_IDENTITY_SERVER),
+        template=_without_nulls(template),
+    )
+
+
+def _parse_scaler(obj: Manifest) -> ScalerView:
+    meta, replicas = obj["metadata"], (obj.get("spec") or {}).get("replicas")
+    return ScalerView(
+        ref=ObjectRef.of(obj),
+        pool=(meta.get("labels") or {}).get(LABEL_POOL, ""),
+        replicas=replicas if isinstance(replicas, int) else None,
+        generation=meta.get("generation", 1),
+        status=obj.get("status") or {},
     )
 
 
@@ -243,15 +312,24 @@ def _condition(status: Mapping[str, Any], type_: str) -> Mapping[str, Any]:
     return next((c for c in conditions if c.get("type") == type_), {})
 
 
-def _flag_value(deployment: Manifest, flag: str) -> int | None:
-    """The number after `flag` in the arguments of any container of the pod template."""
-    pod = deployment.get("spec", {}).get("template", {}).get("spec", {})
-    for container in pod.get("containers", ()):
-        args = container.get("args") or ()
-        for name, value in pairwise(args):
-            if name == flag and value.isdigit():
-                return int(value)
+def _flag_value(containers: Iterable[Mapping[str, Any]], flag: str) -> str | None:
+    """What follows `flag` in the arguments of any of `containers`. Those behind `--` are the engine's own."""
+    for container in containers:
+        own = takewhile(lambda arg: arg != "--", container.get("args") or ())
+        for name, value in pairwise(own):
+            if name == flag:
+                return str(value)
     return None
+
+
+def _without_nulls(template: Manifest) -> Manifest:
+    """An API server writes `creationTimestamp: null` into templates."""
+    metadata = {k: v for k, v in (template.get("metadata") or {}).items() if v is not None}
+    return {**template, "metadata": metadata}
+
+
+def _parse_count(text: str | None) -> int | None:
+    return int(text) if text is not None and text.isascii() and text.isdigit() else None
 
 
 def _parse_time(text: str | None) -> datetime | None:

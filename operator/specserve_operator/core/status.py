@@ -35,6 +35,7 @@ from specserve_operator.core.conditions import (
     judge_progress,
     judge_ready,
     judge_speculation,
+    judge_upgrade,
     previous_condition,
 )
 from specserve_operator.core.measurements import (
@@ -43,10 +44,11 @@ from specserve_operator.core.measurements import (
     compute_speculation,
     decode_stats,
 )
-from specserve_operator.core.names import Pool, gateway_name
+from specserve_operator.core.names import Pool, gateway_name, pool_scaler_name
 from specserve_operator.core.objects import ApplyFailure
-from specserve_operator.core.plan import Plan
+from specserve_operator.core.plan import Plan, ScalerPlan
 from specserve_operator.core.pools import PoolState, compute_pool_state
+from specserve_operator.core.scalers import scaling_reason
 from specserve_operator.core.snapshot import Snapshot
 from specserve_operator.core.stats import PoolStats
 
@@ -59,15 +61,16 @@ def compute_status(snapshot: Snapshot, plan: Plan, failures: Sequence[ApplyFailu
     `failures`: objects of the plan that could not be applied.
     A service with an invalid spec keeps the rest of its status: what ran keeps running.
     """
-    if plan.problems:
+    if plan.resolution is None:
         return _invalid_status(snapshot, plan)
-    service, previous = snapshot.service, snapshot.service.status
+    service = snapshot.service
     pools = [compute_pool_state(snapshot, p) for p in plan.pools]
     stats = decode_stats(snapshot, plan)
     window_seconds = snapshot.config.stats_window_seconds
     latency = compute_latency(service, stats, window_seconds=window_seconds)
     kv_transfer = _kv_transfer(snapshot)
     judgements = _judge(snapshot, pools, failures, stats=stats, latency=latency, kv_transfer=kv_transfer)
+    judgements[ConditionType.UPGRADE_AVAILABLE] = judge_upgrade(snapshot, plan.resolution)
     speculation = _with_reason(compute_speculation(snapshot, stats), judgements)
     return ServiceStatus(
         observed_generation=service.metadata.generation,
@@ -77,7 +80,7 @@ def compute_status(snapshot: Snapshot, plan: Plan, failures: Sequence[ApplyFailu
         latency=latency,
         speculation=speculation,
         kv_transfer=kv_transfer,
-        scaling_history=_scaling_history(snapshot, pools, previous),
+        scaling_history=_scaling_history(snapshot, pools, plan.scalers),
         columns=_columns(pools, latency=latency, speculation=speculation, kv_transfer=kv_transfer),
     ).to_manifest()
 
@@ -91,7 +94,7 @@ def _judge(
     latency: LatencyStatus,
     kv_transfer: KvTransferStatus | None,
 ) -> dict[ConditionType, Judgement]:
-    """Every condition, in the order in which they are shown."""
+    """Every condition that the pods decide, in the order in which they are shown."""
     by_pool = {p.pool: p for p in pools}
     previous = snapshot.service.status
     gateway = judge_gateway(snapshot, by_pool[Pool.GATEWAY], failures)
@@ -114,7 +117,6 @@ def _judge(
         ConditionType.PROGRESSING: judge_progress(
             snapshot, pools, previous_condition(previous, ConditionType.PROGRESSING)
         ),
-        ConditionType.UPGRADE_AVAILABLE: Judgement(FALSE, Reason.UP_TO_DATE, "the operator's defaults are in use"),
     }
 
 
@@ -183,23 +185,36 @@ def _endpoint(snapshot: Snapshot) -> str:
 
 
 def _scaling_history(
-    snapshot: Snapshot, pools: Sequence[PoolState], previous: Mapping[str, Any]
+    snapshot: Snapshot, pools: Sequence[PoolState], scalers: Sequence[ScalerPlan]
 ) -> tuple[ScalingDecision, ...]:
     """The previous decisions with those of this pass before them. A pool's first size is no decision."""
+    previous = snapshot.service.status
     before = {p.get("name"): p.get("desired") for p in previous.get("pools") or ()}
+    external = {s.pool: s for s in scalers}
     new = [
-        ScalingDecision(
-            time=format_time(snapshot.now.timestamp()),
-            pool=str(pool.pool),
-            from_replicas=before[pool.pool],
-            to_replicas=pool.desired,
-            reason=Reason.SPEC_CHANGED,
-            message=f"spec.{pool.pool} asks for {pool.desired}",
-        )
+        _scaling_decision(snapshot, pool, external.get(pool.pool), before=before[pool.pool])
         for pool in pools
         if before.get(pool.pool) not in (None, pool.desired)
     ]
     return tuple([*new, *_known_decisions(previous)][:MAX_SCALING_HISTORY])
+
+
+def _scaling_decision(
+    snapshot: Snapshot, pool: PoolState, scaler: ScalerPlan | None, *, before: int
+) -> ScalingDecision:
+    if scaler is None:
+        reason, message = Reason.SPEC_CHANGED, f"spec.{pool.pool} asks for {pool.desired}"
+    else:
+        name = pool_scaler_name(snapshot.service.metadata.name, pool.pool)
+        reason, message = scaling_reason(scaler), f"PoolScaler {name} asks for {scaler.asked}"
+    return ScalingDecision(
+        time=format_time(snapshot.now.timestamp()),
+        pool=str(pool.pool),
+        from_replicas=before,
+        to_replicas=pool.desired,
+        reason=reason,
+        message=message,
+    )
 
 
 def _known_decisions(previous: Mapping[str, Any]) -> Iterator[ScalingDecision]:

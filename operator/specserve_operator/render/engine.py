@@ -11,9 +11,10 @@ from specserve_operator.constants import (
     RUNTIME_MOUNT,
 )
 from specserve_operator.core.launch import EngineLaunch
-from specserve_operator.core.names import Pool, prefill_peers_address, runtime_config_name
+from specserve_operator.core.names import Pool, prefill_peers_name, runtime_config_name
 from specserve_operator.core.snapshot import FLAG_MAX_DRAFT_TOKENS
 from specserve_operator.core.weights import CLAIMS_MOUNT, Weights
+from specserve_operator.identity.names import PORT_HTTPS
 from specserve_operator.render.pod import (
     TERMINATION_MARGIN_SECONDS,
     container_security_context,
@@ -22,6 +23,7 @@ from specserve_operator.render.pod import (
     pod_security_context,
     port,
 )
+from specserve_operator.render.trust import identity_flags, identity_volumes
 
 # Downloaded weights and compiled kernels. Its own volume, so that it can be a larger or a shared one.
 CACHE_MOUNT = "/var/cache/specserve"
@@ -73,6 +75,7 @@ def _engine_flags(launch: EngineLaunch, *, revision: str) -> list[str]:
         *("--runtime-state", f"{RUNTIME_MOUNT}/{RUNTIME_FILE}"),
         *_draft_flags(launch),
         *_kv_transfer_flags(launch),
+        *_identity_flags(launch),
         *("--drain-timeout-seconds", str(launch.drain_timeout_seconds)),
     ]
     return [*flags, "--", *launch.engine_args] if launch.engine_args else flags
@@ -98,7 +101,9 @@ def _kv_transfer_flags(launch: EngineLaunch) -> list[str]:
     if transfer is None:
         return []
     if launch.pool is Pool.DECODE:
-        role = ["--prefill-peers", prefill_peers_address(launch.service, launch.target_revision)]
+        peers_port = PORT_HTTP if launch.identity_server is None else PORT_HTTPS
+        # A name in their own namespace, so that no cluster domain is assumed.
+        role = ["--prefill-peers", f"{prefill_peers_name(launch.service, launch.target_revision)}:{peers_port}"]
     else:
         role = ["--kv-port", str(PORT_KV)]
     return [
@@ -110,9 +115,20 @@ def _kv_transfer_flags(launch: EngineLaunch) -> list[str]:
     ]
 
 
+def _identity_flags(launch: EngineLaunch) -> list[str]:
+    if launch.identity_server is None:
+        return []
+    own_port = ["--https-port", str(PORT_HTTPS)] if launch.pool is Pool.PREFILL else []
+    return [*identity_flags(launch.identity_server), *own_port]
+
+
 def _ports(launch: EngineLaunch) -> list[dict[str, Any]]:
     ports = [port("http", PORT_HTTP), port("control", PORT_CONTROL)]
-    return [*ports, port("kv", PORT_KV)] if launch.pool is Pool.PREFILL else ports
+    if launch.pool is Pool.PREFILL:
+        ports.append(port("kv", PORT_KV))
+        if launch.identity_server is not None:
+            ports.append(port("https", PORT_HTTPS))
+    return ports
 
 
 def _environment(launch: EngineLaunch) -> list[dict[str, Any]]:
@@ -142,6 +158,10 @@ def _volumes(launch: EngineLaunch) -> tuple[list[dict[str, Any]], list[dict[str,
         {"name": _RUNTIME_VOLUME, "configMap": {"name": runtime_config_name(launch.service)}}
     ]
     mounts: list[dict[str, Any]] = [{"name": _RUNTIME_VOLUME, "mountPath": RUNTIME_MOUNT, "readOnly": True}]
+    if launch.identity_server is not None:
+        more_volumes, more_mounts = identity_volumes(launch.service)
+        volumes += more_volumes
+        mounts += more_mounts
     if not launch.local:
         for name, path, source in (
             (_TMP_VOLUME, "/tmp", {}),

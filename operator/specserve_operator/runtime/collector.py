@@ -7,15 +7,16 @@ not answer shows no measurements. So a pod that fails to answer costs one log li
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 
 from specserve_operator.cluster.protocol import Cluster, ClusterError
-from specserve_operator.constants import LABEL_POOL, RUNTIME_FILE
+from specserve_operator.constants import LABEL_POOL, LABEL_REVISION, RUNTIME_FILE
 from specserve_operator.core.names import Pool, runtime_config_name
 from specserve_operator.core.objects import Manifest, ServiceKey
 from specserve_operator.core.stats import NO_TRANSFERS, KvTransferStats, PodStats, TransferTotals
+from specserve_operator.identity.pods import certified_revisions
 from specserve_operator.runtime.clock import Clock, sleep
 from specserve_operator.runtime.control_channels import ControlChannels, PodUnreachableError
 from specserve_operator.runtime.history import PodHistory
@@ -28,28 +29,45 @@ from specserve_operator.runtime.wire import (
 )
 
 _LOG = logging.getLogger(__name__)
+# A pod's turn may come a little late; two missed turns are silence.
+_STALE_PERIODS = 2.5
 _SERVING_POOLS = frozenset({Pool.PREFILL, Pool.DECODE})
 
 
 @dataclass(frozen=True, slots=True)
 class CollectorOptions:
-    """`stale_seconds`: how long the last answer of a pod that answers no more is still given out."""
+    """How pods are asked.
+
+    `period_seconds`: how often each one is, while `max_calls_per_second` in all allow it. With more pods than that they
+    are asked one service after the other, and the period grows with their number.
+    `kept_channels`: up to so many pods, connections are kept open; with more, each is closed after its call, since open
+    ones would take 100 KB each.
+    `stale_seconds`: how long the last answer of a pod that answers no more is still given out, at least; and always for
+    two and a half periods.
+    """
 
     period_seconds: float = 2.0
     timeout_seconds: float = 2.0
     max_concurrent_calls: int = 64
+    max_calls_per_second: float = 60.0
+    kept_channels: int = 256
     window_seconds: float = 300.0
     stale_seconds: float = 15.0
 
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """A pod to ask."""
+    """A pod to ask. `is_certified`: it answers to nobody without a certificate, and has one of its own to show."""
 
     name: str
     uid: str
     ip: str
     pool: str
+    is_certified: bool
+
+    @property
+    def certified_uid(self) -> str | None:
+        return self.uid if self.is_certified else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,12 +122,14 @@ class StatsCollector:
         self._calls = asyncio.Semaphore(self._options.max_concurrent_calls)
         self._known: dict[ServiceKey, _Known] = {}
         self._shown: dict[ServiceKey, dict[str, PodStats]] = {}
+        self._looked: dict[ServiceKey, tuple[int, _Service]] = {}
+        self._period_seconds = self._options.period_seconds
         self._started_at = clock.time()
         self._hasten = asyncio.Event()
 
     def pod_stats(self, key: ServiceKey) -> Mapping[str, PodStats]:
         """Statistics by pod uid, of the pods that answered lately."""
-        oldest = self._clock.time() - self._options.stale_seconds
+        oldest = self._clock.time() - max(self._options.stale_seconds, _STALE_PERIODS * self._period_seconds)
         pods = self._known[key].pods if key in self._known else {}
         return {uid: p.stats for uid, p in pods.items() if p.stats is not None and p.answered_at >= oldest}
 
@@ -135,47 +155,80 @@ class StatsCollector:
         try:
             while not stop.is_set():
                 self._hasten.clear()
-                for key in await self.poll():
+                began = self._clock.time()
+                async for key in self._round():
                     wake(key)
-                await self._pause(stop)
+                    if stop.is_set():
+                        return
+                await self._pause(stop, self._period_seconds - (self._clock.time() - began))
         finally:
             await self._channels.close()
 
     async def poll(self) -> list[ServiceKey]:
         """Asks every pod once. Returns the services whose statistics are not what they were."""
+        return [key async for key in self._round()]
+
+    async def _round(self) -> AsyncIterator[ServiceKey]:
+        """Asks every pod once; gives each service whose statistics are not what they were."""
         try:
             keys = await self._cluster.list_services()
             services = {key: service for key in keys if (service := await self._look(key)) is not None}
         except ClusterError as error:
             _LOG.warning("statistics were not collected: %s", error)
-            return []
+            return
         self._forget_all_but(services)
-        await self._channels.keep_only({t.ip for service in services.values() for t in service.targets})
-        await asyncio.gather(*(self._ask(key, t, s.desired) for key, s in services.items() for t in s.targets))
-        shown = {key: _shown(self.pod_stats(key)) for key in services}
-        changed = [key for key in services if shown[key] != self._shown.get(key, {})]
-        self._shown = shown
-        return changed
+        addresses = {t.ip for service in services.values() for t in service.targets}
+        kept = addresses if len(addresses) <= self._options.kept_channels else set[str]()
+        await self._channels.keep_only(kept)
+        shortest = len(addresses) / self._options.max_calls_per_second
+        self._period_seconds = max(self._options.period_seconds, shortest)
+        if shortest <= self._options.period_seconds:
+            await asyncio.gather(*(self._ask_all(key, service) for key, service in services.items()))
+            for key in services:
+                if self._has_changed(key):
+                    yield key
+            return
+        for key, service in services.items():
+            await self._ask_all(key, service)
+            if self._has_changed(key):
+                yield key
+            await self._channels.keep_only(kept)
+            await sleep(self._clock, len(service.targets) / self._options.max_calls_per_second)
+
+    async def _ask_all(self, key: ServiceKey, service: _Service) -> None:
+        await asyncio.gather(*(self._ask(key, target, service.desired) for target in service.targets))
+
+    def _has_changed(self, key: ServiceKey) -> bool:
+        """Whether the statistics are not what they were at the last call."""
+        before, now = self._shown.get(key, {}), _shown(self.pod_stats(key))
+        self._shown[key] = now
+        return now != before
 
     async def _look(self, key: ServiceKey) -> _Service | None:
-        """None if it is gone by now."""
+        """None if it is gone by now. What has not changed is not read again."""
+        changes = self._cluster.changes(key)
+        if key in self._looked and self._looked[key][0] == changes:
+            return self._looked[key][1]
         manifest = await self._cluster.get_service(key)
         if manifest is None:
             return None
         meta = manifest["metadata"]
         owned = await self._cluster.list_owned(key)
         pods = [obj for obj in owned if obj["kind"] == "Pod" and not _is_leftover(obj["metadata"], meta)]
-        return _Service(
+        service = _Service(
             uid=meta.get("uid", ""),
-            targets=tuple(_serving_pods(pods)),
+            targets=tuple(_serving_pods(pods, certified_revisions(owned))),
             pod_uids=frozenset(pod["metadata"].get("uid", "") for pod in pods),
             desired=_desired_speculation(owned, key),
         )
+        self._looked[key] = (changes, service)
+        return service
 
     def _forget_all_but(self, services: Mapping[ServiceKey, _Service]) -> None:
         """Drops services and pods that are gone; a pod that is only not ready keeps its history."""
-        for key in self._known.keys() - services.keys():
-            del self._known[key]
+        for known_keys in (self._known, self._shown, self._looked):
+            for key in known_keys.keys() - services.keys():
+                del known_keys[key]
         for key, service in services.items():
             known = self._known.get(key)
             if known is None or known.service_uid != service.uid:
@@ -189,7 +242,9 @@ class StatsCollector:
         )
         try:
             async with self._calls:
-                answer = await self._channels.get_stats(target.ip, timeout_seconds=self._options.timeout_seconds)
+                answer = await self._channels.get_stats(
+                    target.ip, timeout_seconds=self._options.timeout_seconds, certified_uid=target.certified_uid
+                )
                 stats = pod_stats(answer)
                 if stats.pod_uid not in ("", target.uid):
                     return  # the address belongs to another pod by now
@@ -213,12 +268,17 @@ class StatsCollector:
         except UnknownSettingError as error:
             _LOG.warning("pod %s: %s; it reads the setting from its file", target.name, error)
             return
-        await self._channels.set_speculation(target.ip, request, timeout_seconds=self._options.timeout_seconds)
+        await self._channels.set_speculation(
+            target.ip,
+            request,
+            timeout_seconds=self._options.timeout_seconds,
+            certified_uid=target.certified_uid,
+        )
 
-    async def _pause(self, stop: asyncio.Event) -> None:
-        """Until the period is over, `hasten` or `stop`."""
+    async def _pause(self, stop: asyncio.Event, seconds: float) -> None:
+        """Until the time is over, `hasten` or `stop`."""
         waits = [
-            asyncio.ensure_future(sleep(self._clock, self._options.period_seconds)),
+            asyncio.ensure_future(sleep(self._clock, seconds)),
             asyncio.ensure_future(self._hasten.wait()),
             asyncio.ensure_future(stop.wait()),
         ]
@@ -239,16 +299,23 @@ def _is_leftover(pod: Manifest, service: Manifest) -> bool:
     return datetime.fromisoformat(created) < datetime.fromisoformat(service_created)
 
 
-def _serving_pods(pods: Iterable[Manifest]) -> Iterable[_Target]:
-    """Ready prefill and decode pods with an address."""
+def _serving_pods(pods: Iterable[Manifest], certified: Container[tuple[str, str]]) -> Iterable[_Target]:
+    """Ready prefill and decode pods with an address. `certified`: pools and revisions whose pods have certificates."""
     for pod in pods:
         meta, status = pod["metadata"], pod.get("status") or {}
-        pool = (meta.get("labels") or {}).get(LABEL_POOL, "")
+        labels = meta.get("labels") or {}
+        pool, revision = labels.get(LABEL_POOL, ""), labels.get(LABEL_REVISION, "")
         if pool not in _SERVING_POOLS or not status.get("podIP"):
             continue
         conditions = status.get("conditions") or ()
         if any(c.get("type") == "Ready" and c.get("status") == "True" for c in conditions):
-            yield _Target(name=meta["name"], uid=meta.get("uid", ""), ip=status["podIP"], pool=pool)
+            yield _Target(
+                name=meta["name"],
+                uid=meta.get("uid", ""),
+                ip=status["podIP"],
+                pool=pool,
+                is_certified=(pool, revision) in certified,
+            )
 
 
 def _desired_speculation(owned: Iterable[Manifest], key: ServiceKey) -> DesiredSpeculation | None:

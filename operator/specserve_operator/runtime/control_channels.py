@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 import grpc
 
 from specserve_operator.constants import PORT_CONTROL
+from specserve_operator.identity.names import pod_host
+from specserve_operator.identity.operator_tls import OperatorTls
 from specserve_protos.v1alpha1 import control_pb2, control_pb2_grpc
 
 # A pod that was restarted listens again on the same address: the default back-off of up to two minutes is too long.
@@ -17,37 +19,60 @@ _OPTIONS = (
 )
 
 
+# For a call that is under way when a channel is replaced.
+_CLOSE_SECONDS = 2.0
+
+
 class PodUnreachableError(Exception):
     """The pod did not answer in time, or refused."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Open:
+    """A channel, whose certificate it shows (version), and whose it wants to see (uid); None for plain text."""
+
+    channel: grpc.aio.Channel
+    certified_uid: str | None
+    version: int | None
 
 
 @dataclass(slots=True)
 class ControlChannels:
     """One channel for each pod address, opened when it is first used and kept until `keep_only` drops it.
 
-    `credentials`: None for plain text.
+    `tls`: the operator's certificate; None where no pod has one. A pod that has one (`certified_uid` of a call) is
+    talked to only if it shows the certificate of that very pod, and never in plain text.
     """
 
-    credentials: grpc.ChannelCredentials | None = None
+    tls: OperatorTls | None = None
     port: int = PORT_CONTROL
-    _channels: dict[str, grpc.aio.Channel] = field(default_factory=dict)
+    _channels: dict[str, _Open] = field(default_factory=dict)
 
-    async def get_stats(self, pod_ip: str, *, timeout_seconds: float) -> control_pb2.GetStatsResponse:
+    async def get_stats(
+        self, pod_ip: str, *, timeout_seconds: float, certified_uid: str | None = None
+    ) -> control_pb2.GetStatsResponse:
         """Raises `PodUnreachableError`."""
         try:
-            call = self._stub(pod_ip).GetStats(control_pb2.GetStatsRequest(), timeout=timeout_seconds)
-            answer: control_pb2.GetStatsResponse = await call
+            stub = await self._stub(pod_ip, certified_uid)
+            answer: control_pb2.GetStatsResponse = await stub.GetStats(
+                control_pb2.GetStatsRequest(), timeout=timeout_seconds
+            )
         except grpc.aio.AioRpcError as error:
             raise PodUnreachableError(f"GetStats of {pod_ip}: {_explain(error)}") from error
         return answer
 
     async def set_speculation(
-        self, pod_ip: str, request: control_pb2.SetSpeculationRequest, *, timeout_seconds: float
+        self,
+        pod_ip: str,
+        request: control_pb2.SetSpeculationRequest,
+        *,
+        timeout_seconds: float,
+        certified_uid: str | None = None,
     ) -> control_pb2.SetSpeculationResponse:
         """Raises `PodUnreachableError`."""
         try:
-            call = self._stub(pod_ip).SetSpeculation(request, timeout=timeout_seconds)
-            answer: control_pb2.SetSpeculationResponse = await call
+            stub = await self._stub(pod_ip, certified_uid)
+            answer: control_pb2.SetSpeculationResponse = await stub.SetSpeculation(request, timeout=timeout_seconds)
         except grpc.aio.AioRpcError as error:
             raise PodUnreachableError(f"SetSpeculation of {pod_ip}: {_explain(error)}") from error
         return answer
@@ -55,22 +80,39 @@ class ControlChannels:
     async def keep_only(self, pod_ips: Collection[str]) -> None:
         """Closes the channels of all other addresses."""
         for pod_ip in self._channels.keys() - set(pod_ips):
-            await self._channels.pop(pod_ip).close()
+            await self._channels.pop(pod_ip).channel.close()
 
     async def close(self) -> None:
         """Closes all channels."""
         await self.keep_only(())
 
-    def _stub(self, pod_ip: str) -> control_pb2_grpc.ControlServiceStub:
-        channel = self._channels.get(pod_ip)
-        if channel is None:
-            target = f"[{pod_ip}]:{self.port}" if ":" in pod_ip else f"{pod_ip}:{self.port}"
-            if self.credentials is None:
-                channel = grpc.aio.insecure_channel(target, options=_OPTIONS)
-            else:
-                channel = grpc.aio.secure_channel(target, self.credentials, options=_OPTIONS)
-            self._channels[pod_ip] = channel
-        return control_pb2_grpc.ControlServiceStub(channel)
+    async def _stub(self, pod_ip: str, certified_uid: str | None) -> control_pb2_grpc.ControlServiceStub:
+        """Over the open channel, if that is to the same pod and shows the certificate of now; else over a new one."""
+        version, credentials = self._credentials(pod_ip, certified_uid)
+        known = self._channels.get(pod_ip)
+        if known is None or (known.certified_uid, known.version) != (certified_uid, version):
+            channel = self._open(pod_ip, certified_uid, credentials)
+            self._channels[pod_ip] = _Open(channel, certified_uid, version)
+            if known is not None:
+                await known.channel.close(_CLOSE_SECONDS)
+        return control_pb2_grpc.ControlServiceStub(self._channels[pod_ip].channel)
+
+    def _credentials(self, pod_ip: str, certified_uid: str | None) -> tuple[int | None, grpc.ChannelCredentials | None]:
+        if certified_uid is None:
+            return None, None
+        if self.tls is None:
+            raise PodUnreachableError(f"{pod_ip}: it answers to the operator's certificate only, and there is none")
+        return self.tls.channel_credentials()
+
+    def _open(
+        self, pod_ip: str, certified_uid: str | None, credentials: grpc.ChannelCredentials | None
+    ) -> grpc.aio.Channel:
+        target = f"[{pod_ip}]:{self.port}" if ":" in pod_ip else f"{pod_ip}:{self.port}"
+        if credentials is None or certified_uid is None:
+            return grpc.aio.insecure_channel(target, options=_OPTIONS)
+        # The address is no name; the pod's certificate has one that nobody else's has.
+        options = (*_OPTIONS, ("grpc.ssl_target_name_override", pod_host(certified_uid)))
+        return grpc.aio.secure_channel(target, credentials, options=options)
 
 
 def _explain(error: grpc.aio.AioRpcError) -> str:

@@ -15,16 +15,17 @@ from specserve_operator.api.conditions import EventReason
 from specserve_operator.api.status import KvTransferStatus
 from specserve_operator.api.v1alpha1 import SpeculativeService
 from specserve_operator.api.validation import InvalidManifest, parse_service
-from specserve_operator.cluster.protocol import ApplyOutcome, Cluster, ClusterError
+from specserve_operator.cluster.protocol import SEED_FIELD_MANAGER, ApplyOutcome, Cluster, ClusterError
 from specserve_operator.core.config import OperatorConfig
 from specserve_operator.core.events import transition_events
 from specserve_operator.core.measurements import stored_kv_transfer
 from specserve_operator.core.objects import ApplyFailure, Event, EventType, Manifest, ObjectRef, ServiceKey
 from specserve_operator.core.plan import plan
+from specserve_operator.core.scalers import compute_scaler_statuses
 from specserve_operator.core.snapshot import build_snapshot
 from specserve_operator.core.stats import PodStats, TransferTotals
 from specserve_operator.core.status import compute_status
-from specserve_operator.render import render
+from specserve_operator.render import render, render_seeds
 from specserve_operator.runtime.clock import Clock, sleep
 from specserve_operator.runtime.drift import is_as_rendered
 from specserve_operator.runtime.invalid import invalid_event, invalid_status
@@ -70,7 +71,7 @@ class ReconcilerOptions:
 
 
 class Reconciler:
-    """The control loop over one cluster."""
+    """The control loop over one cluster. `crd_problem`, which may be set anew: what the installed CRDs lack."""
 
     def __init__(
         self,
@@ -80,17 +81,28 @@ class Reconciler:
         clock: Clock,
         *,
         options: ReconcilerOptions | None = None,
+        on_reconciled: Callable[[str, float], None] = lambda result, seconds: None,
+        crd_problem: str = "",
     ) -> None:
         self._cluster = cluster
         self._config = config
         self._stats = stats
         self._clock = clock
         self._options = options or ReconcilerOptions()
+        self._on_reconciled = on_reconciled
+        self.crd_problem = crd_problem
         self.queue: WorkQueue[ServiceKey] = WorkQueue(clock, backoff=self._options.backoff)
-        # What was last applied: a field that is no longer rendered must be applied away, and does not show as drift.
-        self._applied: dict[ServiceKey, dict[ObjectRef, Manifest]] = {}
+        # Fingerprints of what was last applied: a field that is no longer rendered must be applied away, and does not
+        # show as drift.
+        self._applied: dict[ServiceKey, dict[ObjectRef, int]] = {}
         # What a service's status said at the first look, before this control plane wrote any, with the service's uid.
         self._found: dict[ServiceKey, tuple[str, KvTransferStatus]] = {}
+
+    async def reconfigure(self, config: OperatorConfig) -> None:
+        """Goes on with other settings; every service gets a look. Raises `ClusterError`."""
+        self._config = config
+        for key in await self._cluster.list_services():
+            self.queue.add(key)
 
     async def reconcile(self, key: ServiceKey) -> float | None:
         """One step of one service. Returns when to look again in seconds; None: only when something changes.
@@ -116,13 +128,18 @@ class Reconciler:
             pod_stats=self._stats.pod_stats(key),
             kv_transfer=self._stats.kv_transfer(key, service.metadata.uid),
             kv_transfer_found=self._kv_transfer_found(key, service),
+            crd_problem=self.crd_problem,
         )
         plan_ = plan(snapshot)
-        refused = await self._apply(key, render(plan_), children)
+        unsown = await self._sow(render_seeds(plan_))
+        refused = await self._apply(key, render(plan_), children) | unsown
         failures = list(refused.values()) or await self._delete(plan_.deletions)
         status = compute_status(snapshot, plan_, [ApplyFailure(ref, str(error)) for ref, error in refused.items()])
         previous = manifest.get("status") or {}
         await self._write_status(key, previous, status)
+        for ref, scaler_status in compute_scaler_statuses(snapshot, plan_).items():
+            if ref not in refused:
+                await self._cluster.patch_child_status(ref, scaler_status)
         for event in transition_events(previous, status, snapshot, plan_):
             await self._cluster.emit(key, event)
         for failure in failures:
@@ -137,6 +154,16 @@ class Reconciler:
             found = self._found[key] = (uid, stored_kv_transfer(service.status))
         return found[1]
 
+    async def _sow(self, seeds: Iterable[Manifest]) -> dict[ObjectRef, ClusterError]:
+        """Makes objects whose fields are to be somebody else's. Returns what could not be made."""
+        refused = {}
+        for seed in seeds:
+            try:
+                await self._cluster.apply(seed, field_manager=SEED_FIELD_MANAGER)
+            except ClusterError as error:
+                refused[ObjectRef.of(seed)] = error
+        return refused
+
     async def _apply(
         self, key: ServiceKey, rendered: Iterable[Manifest], children: Sequence[Manifest]
     ) -> dict[ObjectRef, ClusterError]:
@@ -147,20 +174,20 @@ class Reconciler:
         live = {ObjectRef.of(child): child for child in children}
         before, applied, refused = (
             self._applied.get(key, {}),
-            dict[ObjectRef, Manifest](),
+            dict[ObjectRef, int](),
             dict[ObjectRef, ClusterError](),
         )
         is_changed = False
         for obj in rendered:
-            ref = ObjectRef.of(obj)
-            if before.get(ref) != obj or not is_as_rendered(obj, live.get(ref)):
+            ref, fingerprint = ObjectRef.of(obj), hash(repr(obj))
+            if before.get(ref) != fingerprint or not is_as_rendered(obj, live.get(ref)):
                 try:
                     outcome = await self._cluster.apply(obj)
                 except ClusterError as error:
                     refused[ref] = error
                     continue
                 is_changed |= outcome is not ApplyOutcome.UNCHANGED
-            applied[ref] = obj
+            applied[ref] = fingerprint
         self._applied[key] = applied
         if is_changed:
             self._stats.hasten()
@@ -232,19 +259,21 @@ class Reconciler:
 
     async def _step(self, key: ServiceKey) -> None:
         """One reconcile with its outcome: the only place where errors become retries."""
+        began, result = self._clock.time(), "ok"
         try:
             requeue_seconds = await self.reconcile(key)
         except ClusterError as error:
-            delay = self._retry(key, error)
+            result, delay = "failed", self._retry(key, error)
             _LOG.warning("%s: %s; trying again in %.1f s", key, error, delay)
         except Exception:
             # A mistake in this program with this one service must not stop the others.
-            delay = self.queue.add_rate_limited(key)
+            result, delay = "error", self.queue.add_rate_limited(key)
             _LOG.exception("%s: reconciling failed; trying again in %.1f s", key, delay)
         else:
             self.queue.forget(key)
             if requeue_seconds is not None:
                 self.queue.add_after(key, requeue_seconds)
+        self._on_reconciled(result, self._clock.time() - began)
 
     def _retry(self, key: ServiceKey, error: ClusterError) -> float:
         if error.retryable:

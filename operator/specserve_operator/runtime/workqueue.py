@@ -51,7 +51,7 @@ class WorkQueue(Generic[K]):
         self._backoff = backoff or Backoff()
         self._line: deque[K] = deque()
         self._dirty: set[K] = set()  # must be worked on: in line, or in line again once `done`
-        self._processing: set[K] = set()
+        self._held_since: dict[K, float] = {}  # in the hands of a worker
         self._delayed: dict[K, _Delayed] = {}
         self._failures: dict[K, int] = {}
         self._added_at: dict[K, float] = {}
@@ -66,13 +66,17 @@ class WorkQueue(Generic[K]):
         """How long the key that has waited longest has been due; 0 when nothing waits."""
         return self._clock.time() - min(self._added_at.values()) if self._added_at else 0.0
 
+    def longest_held_seconds(self) -> float:
+        """For how long a worker has been at the key that it has had longest; 0 when none works."""
+        return self._clock.time() - min(self._held_since.values()) if self._held_since else 0.0
+
     def add(self, key: K) -> None:
         """Has `key` worked on as soon as a worker is free, and not while another one holds it."""
         if self._shut_down or key in self._dirty:
             return
         self._dirty.add(key)
         self._added_at[key] = self._clock.time()
-        if key not in self._processing:
+        if key not in self._held_since:
             self._line.append(key)
             self._wake_one()
 
@@ -122,12 +126,12 @@ class WorkQueue(Generic[K]):
         key = self._line.popleft()
         self._dirty.discard(key)
         self._added_at.pop(key, None)
-        self._processing.add(key)
+        self._held_since[key] = self._clock.time()
         return key
 
     def done(self, key: K) -> None:
         """Ends the work on `key`; if it was added meanwhile, it goes back in line."""
-        self._processing.discard(key)
+        self._held_since.pop(key, None)
         if key in self._dirty:
             self._line.append(key)
             self._wake_one()

@@ -14,6 +14,7 @@ from specserve_workers.control.metrics import WorkerCollector
 from specserve_workers.control.runtime_state import RuntimeState, SpeculationControl
 from specserve_workers.control.service import SERVICE_NAME, ControlPortError, ControlServer, ControlService, PodIdentity
 from specserve_workers.control.stats import FallbackCause, RequestOutcome, ServingStats
+from specserve_workers.identity.keeper import IdentityStatus
 from specserve_workers.speculation.settings import PolicyName, SpeculationSettings
 
 
@@ -199,6 +200,18 @@ async def test_metrics_say_what_get_stats_says(pod: Pod):
     assert 'specserve_worker_kv_transfer_bytes_total{direction="loaded",pool="decode"} 700.0' in text
     assert 'specserve_worker_draft_tokens_total{policy="DSDE",pool="decode"} 9.0' in text
     assert 'specserve_worker_time_to_first_token_seconds_count{pool="decode"} 1.0' in text
+
+
+async def test_metrics_say_until_when_there_is_a_certificate(pod: Pod):
+    registry = CollectorRegistry()
+    status = IdentityStatus(expires_at=1893499200.0, renewals=3, failures=2)
+    registry.register(
+        WorkerCollector(pool="decode", stats=pod.stats, numbers=pod.numbers, drain=pod.drain, identity=status)
+    )
+    text = generate_latest(registry).decode()
+    assert 'specserve_worker_certificate_expiry_timestamp_seconds{pool="decode"} 1.8934992e+09' in text
+    assert 'specserve_worker_certificate_requests_total{pool="decode",result="issued"} 3.0' in text
+    assert 'specserve_worker_certificate_requests_total{pool="decode",result="failed"} 2.0' in text
 
 
 async def test_watchers_of_the_health_service_take_no_place_from_other_calls(pod: Pod):

@@ -1,11 +1,14 @@
 """Services, children and snapshots for tests, with everything that a test does not speak of filled in."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from typing import Any
+from unittest.mock import patch
 
 from specserve_operator.api.status import KvTransferStatus
 from specserve_operator.api.v1alpha1 import SpeculativeService
+from specserve_operator.core import revision
 from specserve_operator.core.config import OperatorConfig
 from specserve_operator.core.objects import Manifest
 from specserve_operator.core.plan import Plan, plan
@@ -21,7 +24,7 @@ from specserve_operator.core.stats import (
     TransferTotals,
     merge_pool_stats,
 )
-from specserve_operator.render import render
+from specserve_operator.render import render, render_seeds, workload
 
 NOW = datetime(2030, 1, 1, 12, 0, 0, tzinfo=UTC)
 CONFIG = OperatorConfig(
@@ -31,21 +34,33 @@ DRAFT_MODEL = {"method": "DraftModel", "uri": "file:///models/draft"}
 BOUNDS_MS = (10.0, 20.0, 40.0, 80.0)
 
 
-def service_manifest(*, generation: int = 1, status: Mapping[str, Any] | None = None, **spec: Any) -> Manifest:
+def service_manifest(
+    *,
+    generation: int = 1,
+    status: Mapping[str, Any] | None = None,
+    annotations: Mapping[str, str] | None = None,
+    **spec: Any,
+) -> Manifest:
     """With a prefill pool, KV caches move unencrypted unless the test says otherwise."""
     if spec.get("prefill") is not None:
         spec["kvTransfer"] = {"tls": "Disabled", **spec.get("kvTransfer", {})}
     return {
         "apiVersion": "specserve.dev/v1alpha1",
         "kind": "SpeculativeService",
-        "metadata": {"name": "coder", "namespace": "llm", "uid": "uid-1", "generation": generation},
+        "metadata": {
+            "name": "coder",
+            "namespace": "llm",
+            "uid": "uid-1",
+            "generation": generation,
+            "annotations": dict(annotations or {}),
+        },
         "spec": {"model": {"uri": "file:///models/target"}, **spec},
         "status": dict(status or {}),
     }
 
 
 def make_service(**spec: Any) -> SpeculativeService:
-    """`spec` in the manifest's spelling; `generation` and `status` go where they belong."""
+    """`spec` in the manifest's spelling; `generation`, `status` and `annotations` go where they belong."""
     return SpeculativeService.model_validate(service_manifest(**spec))
 
 
@@ -64,6 +79,7 @@ def make_snapshot(
     kv_transfer: TransferTotals | None = None,
     kv_transfer_found: KvTransferStatus | None = None,
     config: OperatorConfig = CONFIG,
+    crd_problem: str = "",
 ) -> Snapshot:
     """`kv_transfer` by default: what the pods of `stats` say, as if there had never been others, nor an operator."""
     pod_stats = {s.pod_uid: s for s in stats}
@@ -77,6 +93,7 @@ def make_snapshot(
         pod_stats=pod_stats,
         kv_transfer=kv_transfer,
         kv_transfer_found=kv_transfer_found or KvTransferStatus(),
+        crd_problem=crd_problem,
     )
 
 
@@ -133,8 +150,8 @@ def iso(time: datetime) -> str:
 
 def ready_children(service: SpeculativeService, *, config: OperatorConfig = CONFIG) -> list[Manifest]:
     """What a cluster has once everything that the first plan wants runs."""
-    cluster = FakeCluster()
-    cluster.apply(plan(make_snapshot(service, config=config)))
+    cluster = FakeCluster(config=config)
+    cluster.apply(cluster.plan(service))
     cluster.run_pods()
     return cluster.children()
 
@@ -147,26 +164,53 @@ def deployments_of(children: Iterable[Manifest], pool: str) -> list[Manifest]:
     return [c for c in children if c["kind"] == "Deployment" and c["metadata"]["labels"]["specserve.dev/pool"] == pool]
 
 
-class FakeCluster:
-    """Applies plans, and makes pods as Deployments ask: unready first, ready when told."""
+@contextmanager
+def operator(version: int) -> Iterator[None]:
+    """Another operator: it renders pods in another way, and says so in their revisions."""
 
-    def __init__(self, *, now: datetime = NOW) -> None:
+    def render_pod(render_own: Callable[..., Manifest]) -> Callable[..., Manifest]:
+        return lambda *args, **kwargs: {**render_own(*args, **kwargs), "hostname": f"operator-{version}"}
+
+    with (
+        patch.object(revision, "RENDER_VERSION", version),
+        patch.object(workload, "render_engine_pod", render_pod(workload.render_engine_pod)),
+        patch.object(workload, "render_gateway_pod", render_pod(workload.render_gateway_pod)),
+    ):
+        yield
+
+
+class FakeCluster:
+    """Applies plans, and makes pods as Deployments ask: unready first, ready when told. `config` may be replaced."""
+
+    def __init__(self, *, now: datetime = NOW, config: OperatorConfig = CONFIG) -> None:
         self.now = now
-        self._objects: dict[tuple[str, str], Manifest] = {}
+        self.config = config
+        self.objects: dict[tuple[str, str], Manifest] = {}
         self._pods: dict[str, list[Manifest]] = {}
 
-    def apply(self, plan_: Plan) -> None:
-        for obj in render(plan_):
+    def plan(self, service: SpeculativeService) -> Plan:
+        """What an operator that starts just now makes of what is there."""
+        return plan(make_snapshot(service, self.children(), now=self.now, config=self.config))
+
+    def apply(self, plan_: Plan, *, at_most: int | None = None) -> None:
+        """Carries out a plan; with `at_most`, the operator dies after so many objects."""
+        writes = [*((obj, True) for obj in render_seeds(plan_)), *((obj, False) for obj in render(plan_))]
+        for obj, is_seed in writes[:at_most]:
             key = (obj["kind"], obj["metadata"]["name"])
-            created = self._objects.get(key, {"metadata": {}})["metadata"].get("creationTimestamp", iso(self.now))
-            self._objects[key] = {**obj, "metadata": {**obj["metadata"], "creationTimestamp": created}}
-        for ref in plan_.deletions:
-            self._objects.pop((ref.kind, ref.name), None)
+            old = self.objects.get(key, {})
+            if not (is_seed and old):
+                # Fields of others stay: of what is rendered, that is the whole spec of a PoolScaler, or nothing.
+                spec = {"spec": old["spec"]} if "spec" in old else {}
+                created = old.get("metadata", {}).get("creationTimestamp", iso(self.now))
+                self.objects[key] = {**spec, **obj, "metadata": {**obj["metadata"], "creationTimestamp": created}}
+        if at_most is None or at_most >= len(writes):
+            for ref in plan_.deletions:
+                self.objects.pop((ref.kind, ref.name), None)
         self._scale()
 
     def _scale(self) -> None:
         """As a ReplicaSet does: what is not ready goes first."""
-        deployments = {name: obj for (kind, name), obj in self._objects.items() if kind == "Deployment"}
+        deployments = {name: obj for (kind, name), obj in self.objects.items() if kind == "Deployment"}
         for name in set(self._pods) - set(deployments):
             del self._pods[name]
         for name, deployment in deployments.items():
@@ -189,13 +233,13 @@ class FakeCluster:
     def step(self, service: SpeculativeService, *, fails: str | None = None) -> Plan:
         """One reconcile, after which pods have had the time to start."""
         self.now += timedelta(seconds=10)
-        plan_ = plan(make_snapshot(service, self.children(), now=self.now))
+        plan_ = self.plan(service)
         self.apply(plan_)
         self.run_pods(fails=fails)
         return plan_
 
     def children(self) -> list[Manifest]:
-        return [*self._objects.values(), *(p for pods in self._pods.values() for p in pods)]
+        return [*self.objects.values(), *(p for pods in self._pods.values() for p in pods)]
 
     def pods(self, pool: str) -> list[Manifest]:
         return pods_of(self.children(), pool)

@@ -11,7 +11,8 @@ from specserve_operator.api.v1alpha1 import SpeculativeService
 from specserve_operator.constants import ANNOTATION_POOL_REPLICAS
 from specserve_operator.core.names import Pool
 from specserve_operator.core.objects import Manifest, ObjectRef
-from specserve_operator.core.plan import Plan, plan, plan_launches, plan_rollouts
+from specserve_operator.core.pinning import resolve
+from specserve_operator.core.plan import Plan, plan, plan_rollouts
 from specserve_operator.render import render
 from tests.unit.core.builders import (
     CONFIG,
@@ -37,7 +38,7 @@ def replicas(plan_: Plan, pool: Pool) -> int:
 def decided_replicas(service: SpeculativeService, children: list[Manifest]) -> int:
     """Of the decode pool, also for bounds that `plan` refuses as not built yet."""
     snapshot = make_snapshot(service, children)
-    pools = plan_rollouts(snapshot, plan_launches(snapshot))
+    pools = plan_rollouts(snapshot, resolve(snapshot))
     return next(p.desired for p in pools if p.pool is Pool.DECODE)
 
 
@@ -82,8 +83,8 @@ def test_a_pool_whose_bounds_are_one_number_has_that_size(mode: str) -> None:
     assert (result.problems, replicas(result, Pool.DECODE)) == ((), 3)
 
 
-@pytest.mark.parametrize(("mode", "expected"), [("Auto", 4), ("Advise", 9), ("External", 9)])
-def test_only_auto_brings_a_live_pool_into_its_bounds(mode: str, expected: int) -> None:
+@pytest.mark.parametrize(("mode", "expected"), [("Auto", 4), ("Advise", 9), ("External", 4)])
+def test_only_advice_leaves_a_live_pool_outside_its_bounds(mode: str, expected: int) -> None:
     children = ready_children(make_service(decode={"replicas": 9}))
     service = make_service(decode={"scaling": {"mode": mode, "maxReplicas": 4}})
     assert decided_replicas(service, children) == expected
@@ -159,7 +160,7 @@ def test_a_higher_draft_maximum_rolls_the_decode_pods() -> None:
     decode = result.pool(Pool.DECODE)
     assert decode is not None
     assert [o.live_replicas for o in decode.old] == [2]
-    assert decode.current.launch.draft.max_tokens == 16  # type: ignore[union-attr]
+    assert decode.current.resolved.max_draft_tokens == 16
 
 
 def test_another_change_takes_the_lower_draft_maximum_along() -> None:
@@ -167,7 +168,7 @@ def test_another_change_takes_the_lower_draft_maximum_along() -> None:
     result = plan(make_snapshot(with_max(3, model=TARGET_B), children))
     decode = result.pool(Pool.DECODE)
     assert decode is not None
-    assert decode.current.launch.draft.max_tokens == 3  # type: ignore[union-attr]
+    assert decode.current.resolved.max_draft_tokens == 3
 
 
 def test_going_back_to_a_lower_maximum_during_the_rollout_does_not_turn_it_around() -> None:
@@ -365,8 +366,6 @@ def test_foreign_objects_and_unknown_kinds_are_left_alone() -> None:
             {"decode": {"scaling": {"mode": "Advise", "minReplicas": 2, "maxReplicas": 3}}},
             "spec.decode.scaling: mode Advise is not built yet",
         ),
-        ({"decode": {"scaling": {"mode": "External", "maxReplicas": 3}}}, "spec.decode.scaling: mode External"),
-        ({"kvTransfer": {"tls": "Automatic"}}, "spec.kvTransfer.tls: Automatic is not built yet"),
         (
             {"decode": {"template": {"spec": {"containers": [{"name": "engine", "args": ["x"]}]}}}},
             "spec.decode.template.spec.containers[engine].args",

@@ -14,6 +14,7 @@ from specserve_operator.core.objects import ApplyFailure, Manifest, ObjectRef
 from specserve_operator.core.plan import plan
 from specserve_operator.core.stats import PodStats, TransferTotals
 from specserve_operator.core.status import compute_status
+from specserve_operator.render import render
 from tests.unit.core.builders import (
     DRAFT_MODEL,
     NOW,
@@ -146,6 +147,69 @@ def test_the_reason_of_a_failing_pool_is_that_of_the_service() -> None:
     assert verdict(status, "PrefillReady") == ("False", "ModelLoadFailed")
     assert verdict(status, "Ready") == ("False", "ModelLoadFailed")
     assert condition(status, "Ready")["message"] == "prefill: 0 of 1 pods are ready: --model: there is no folder /x"
+
+
+@pytest.mark.parametrize(
+    ("container", "reason", "message"),
+    [
+        (
+            {"state": {"waiting": {"reason": "ImagePullBackOff", "message": "engine:9 not found"}}},
+            "ImagePullFailed",
+            "engine:9 not found",
+        ),
+        (
+            {"state": {"waiting": {"reason": "CrashLoopBackOff"}}, "lastState": {"terminated": {"exitCode": 3}}},
+            "CrashLooping",
+            "exit code 3",
+        ),
+        (
+            {
+                "state": {"waiting": {"reason": "CrashLoopBackOff"}},
+                "lastState": {"terminated": {"exitCode": 137, "reason": "OOMKilled"}},
+            },
+            "OutOfMemory",
+            "killed for want of memory",
+        ),
+    ],
+)
+def test_what_keeps_new_pods_from_serving_is_named_while_the_old_ones_serve(
+    container: dict[str, Any], reason: str, message: str
+) -> None:
+    children = ready_children(disaggregated())
+    spec = {"generation": 2, "decode": {"replicas": 2, "args": ["--max-num-seqs", "4"]}}
+    new = next(d for d in deployments_of(render(plan(make_snapshot(disaggregated(**spec), children))), "decode"))
+    pod = make_pod(new, ready=False, container={**container, "started": False, "restartCount": 5})
+    status = status_of(spec, [*children, new, pod])
+    assert verdict(status, "Ready") == ("False", reason)
+    assert verdict(status, "DecodeReady") == ("False", reason)
+    assert message in condition(status, "Ready")["message"]
+    assert pool(status, "decode")["ready"] == 2
+
+
+def test_a_quota_that_lets_no_new_pod_be_made_is_named_though_there_is_no_pod_to_look_at() -> None:
+    children = ready_children(disaggregated())
+    spec = {"generation": 2, "decode": {"replicas": 2, "args": ["--max-num-seqs", "4"]}}
+    new = next(d for d in deployments_of(render(plan(make_snapshot(disaggregated(**spec), children))), "decode"))
+    failure = {
+        "type": "ReplicaFailure",
+        "status": "True",
+        "message": "exceeded quota: gpus, requested: nvidia.com/gpu=1",
+    }
+    status = status_of(spec, [*children, {**new, "status": {"conditions": [failure]}}])
+    assert status["observedGeneration"] == 2
+    assert verdict(status, "Ready") == ("False", "InsufficientCapacity")
+    assert "exceeded quota: gpus" in condition(status, "Ready")["message"]
+
+
+def test_pods_that_no_node_takes_and_pods_that_do_not_get_ready_are_told_apart() -> None:
+    children = ready_children(disaggregated())
+    decode = pods_of(children, "decode")
+    others = [c for c in children if c not in decode]
+    (deployment,) = deployments_of(children, "decode")
+    waiting = [make_pod(deployment, i, ready=False, unschedulable="0/3 nodes: Insufficient npu") for i in range(2)]
+    starting = [make_pod(deployment, i, ready=False) for i in range(2)]
+    assert verdict(status_of({}, [*others, *waiting]), "Ready") == ("False", "InsufficientCapacity")
+    assert verdict(status_of({}, [*others, *starting]), "Ready") == ("False", "ModelLoading")
 
 
 def test_a_pool_without_prefill_is_not_configured() -> None:

@@ -37,6 +37,37 @@ def test_all_flags_of_the_contract_are_read():
     assert flags.engine_args == ("--max-model-len", "8192", "--enforce-eager")
 
 
+IDENTITY = ["--identity-server", "operator.specserve.svc:9443"]
+POD = {"POD_NAME": "p", "POD_UID": "u", "POD_NAMESPACE": "llm"}
+
+
+def test_without_a_certificate_service_a_pod_speaks_plaintext():
+    for pool in Pool:
+        assert parse_flags(pool, REQUIRED, environ=POD).identity is None
+
+
+def test_a_pod_with_certificates_finds_everything_in_its_usual_place():
+    flags = parse_flags(Pool.PREFILL, [*REQUIRED, *IDENTITY], environ=POD)
+    assert flags.identity is not None
+    assert flags.identity.server == "operator.specserve.svc:9443"
+    assert flags.identity.token == Path("/var/run/secrets/specserve/token")
+    assert flags.identity.trust_bundle == Path("/etc/specserve/trust/ca.pem")
+    assert flags.identity.directory == Path("/var/run/specserve/identity")
+    assert (flags.identity.https_port, flags.pod_namespace) == (8443, "llm")
+
+
+@pytest.mark.parametrize("missing", ["POD_NAMESPACE", "POD_UID"])
+def test_a_pod_that_does_not_know_who_it_is_gets_no_certificate(missing: str):
+    environ = {name: value for name, value in POD.items() if name != missing}
+    with pytest.raises(FlagError, match=f"--identity-server: needs {missing}"):
+        parse_flags(Pool.DECODE, [*REQUIRED, *IDENTITY], environ=environ)
+
+
+def test_only_a_prefill_pod_takes_requests_over_tls():
+    with pytest.raises(FlagError, match="--https-port"):
+        parse_flags(Pool.DECODE, [*REQUIRED, *IDENTITY, "--https-port", "8443"], environ=POD)
+
+
 def test_no_drain_time_is_a_choice():
     flags = parse_flags(Pool.DECODE, [*REQUIRED, "--drain-timeout-seconds", "0"], environ={})
     assert flags.drain_timeout_seconds == 0
@@ -62,6 +93,8 @@ def test_a_prefill_pod_gives_kv_away_and_knows_no_draft():
         ([*REQUIRED, "--drain-timeout-seconds", "-1"], "--drain-timeout-seconds"),
         ([*REQUIRED, "--drain-timeout-seconds", "nan"], "--drain-timeout-seconds"),
         ([*REQUIRED, "--prefill-peers", "nowhere"], "--prefill-peers"),
+        ([*REQUIRED, "--identity-server", "operator"], "--identity-server"),
+        ([*REQUIRED, "--identity-server", "operator:0"], "--identity-server"),
         ([*REQUIRED, "--draft-method", "Oracle"], "--draft-method"),
         ([*REQUIRED, "--draft-method", "DraftModel"], "--draft-model"),
         ([*REQUIRED, "--draft-model", "/x"], "--draft-model"),

@@ -42,11 +42,23 @@ def test_config_names_the_connector_role_and_policy(role: Any, kv_role: str, on_
         ("max_held_ratio", 1.5),
         ("pull_threads", 0),
         ("max_streams", 0),
+        ("identity_directory", None),
+        ("namespace", 7),
+        ("service", None),
     ],
 )
 def test_setting_out_of_range_is_refused_by_name(name: str, value: object) -> None:
     with pytest.raises(ConnectorSettingsError, match=rf"kv_connector_extra_config\.{name}: "):
         ConnectorSettings.from_extra({**VALUES, name: value})
+
+
+def test_certificates_need_to_know_whose_pods_they_are_for() -> None:
+    identity = {"identity_directory": "/run/identity", "namespace": "llm", "service": "coder"}
+    config = kv_transfer_config("decode", on_failure="Fail", **VALUES, **identity)
+    assert ConnectorSettings.from_extra(config["kv_connector_extra_config"]).identity_directory == "/run/identity"
+    for name in ("namespace", "service"):
+        with pytest.raises(ConnectorSettingsError, match=rf"kv_connector_extra_config\.{name}: "):
+            ConnectorSettings.from_extra({**VALUES, **identity, name: ""})
 
 
 def test_unknown_and_missing_settings_are_refused_by_name() -> None:

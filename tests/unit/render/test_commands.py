@@ -20,7 +20,7 @@ def args_of(case: str, pool: str) -> list[str] | None:
 def flags_of(case: str, pool: WorkerPool) -> ServingFlags:
     args = args_of(case, pool)
     assert args is not None
-    return parse_flags(pool, args, environ={})
+    return parse_flags(pool, args, environ={"POD_NAMESPACE": "llm", "POD_UID": "u1"})
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -32,7 +32,8 @@ def test_workers_parse_what_is_rendered(case: str) -> None:
         assert decode.prefill_peers is None
         return
     prefill = flags_of(case, WorkerPool.PREFILL)
-    assert decode.prefill_peers == f"coder-prefill-{prefill.target_revision}:8000"
+    port = prefill.identity.https_port if prefill.identity else prefill.http_port
+    assert decode.prefill_peers == f"coder-prefill-{prefill.target_revision}:{port}"
     assert (prefill.kv.port, prefill.target_revision) == (9100, decode.target_revision)
 
 
@@ -57,6 +58,18 @@ def test_workers_read_every_setting_of_a_full_service() -> None:
     assert (prefill.drain_timeout_seconds, decode.drain_timeout_seconds) == (60, 300)
     assert prefill.engine_args == ("--max-model-len", "8192", "--max-num-batched-tokens", "16384")
     assert decode.engine_args == ("--max-model-len", "8192", "--max-num-seqs", "64")
+
+
+def test_workers_read_where_they_get_their_certificates() -> None:
+    assert flags_of("full", WorkerPool.DECODE).identity is None
+    for pool in WorkerPool:
+        identity = flags_of("certified", pool).identity
+        assert identity is not None
+        assert identity.server == "specserve-operator.specserve.svc:9443"
+        assert identity.token == Path("/var/run/secrets/specserve/token")
+        assert identity.trust_bundle == Path("/etc/specserve/trust/ca.pem")
+        assert identity.directory == Path("/var/run/specserve/identity")
+        assert identity.https_port == (8443 if pool is WorkerPool.PREFILL else 0)
 
 
 def test_the_router_parses_what_is_rendered() -> None:

@@ -201,6 +201,17 @@ def test_on_one_machine_nothing_is_mounted_over_its_folders() -> None:
     assert "volumeMounts" not in container(objects, "gateway")
 
 
+def test_the_trust_bundle_is_kept_up_to_date_also_while_the_spec_has_problems() -> None:
+    """Running pods would else trust nobody after a rotation."""
+    config = replace(CONFIG, identity_server="operator.svc:9443", trust_bundle="old and new")
+    secure = {"kvTransfer": {"tls": "Automatic"}}
+    for spec in (secure, {**secure, "budget": {"maxGPUs": 1}}):
+        first = rendered(make_snapshot(disaggregated(**spec), config=config))[0]
+        assert (first["metadata"]["name"], first["data"]) == ("coder-trust", {"ca.pem": "old and new"})
+    names = {o["metadata"]["name"] for o in rendered(make_snapshot(disaggregated(), config=config))}
+    assert "coder-trust" not in names
+
+
 def test_the_hash_changes_with_the_object_and_only_then() -> None:
     def hashes(objects: list[Manifest]) -> dict[tuple[str, str], str]:
         return {(o["kind"], o["metadata"]["name"]): o["metadata"]["annotations"][ANNOTATION_SPEC_HASH] for o in objects}
@@ -208,7 +219,7 @@ def test_the_hash_changes_with_the_object_and_only_then() -> None:
     before, after = hashes(new()), hashes(new(decode={"replicas": 3}))
     assert before == hashes(new())
     changed = {key for key in before if before[key] != after[key]}
-    assert {kind for kind, _ in changed} == {"Deployment"}
+    assert {kind for kind, _ in changed} == {"Deployment"}, "replicas are in no record"
     assert len(changed) == 1
 
 

@@ -3,7 +3,7 @@
 import asyncio
 from unittest.mock import AsyncMock
 
-from specserve_operator.constants import LABEL_POOL, LABEL_SERVICE
+from specserve_operator.constants import LABEL_POOL, LABEL_REVISION, LABEL_SERVICE
 from specserve_operator.core.objects import ObjectRef, ServiceKey
 from specserve_operator.runtime.collector import CollectorOptions, StatsCollector
 from specserve_protos.v1alpha1 import control_pb2 as pb
@@ -322,3 +322,72 @@ async def test_running_polls_every_period_at_once_when_hastened_and_ends_with_cl
     stop.set()
     await asyncio.wait_for(task, timeout=5)
     assert world.channels.is_closed
+
+
+def workload(revision: str, *args: str) -> dict[str, object]:
+    """A Deployment of the decode pool with these arguments."""
+    labels = {LABEL_SERVICE: "tiny", LABEL_POOL: "decode", LABEL_REVISION: revision}
+    containers = [{"name": "engine", "args": list(args)}]
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "Deployment",
+        "metadata": {"name": f"tiny-decode-{revision}", "labels": labels},
+        "spec": {"template": {"spec": {"containers": containers}}},
+    }
+
+
+async def test_a_pod_of_a_workload_with_certificates_is_asked_for_its_own() -> None:
+    world = World()
+    world.pod("plain", "10.0.0.1")
+    world.pod("certified", "10.0.0.2")
+    for name, revision, args in (("plain", "a", ()), ("certified", "b", ("--identity-server", "operator:9443"))):
+        pod = world.cluster.objects[ObjectRef("v1", "Pod", "default", name)]
+        pod["metadata"]["labels"][LABEL_REVISION] = revision
+        deployment = workload(revision, *args)
+        world.cluster.objects[ObjectRef.of(deployment)] = deployment
+
+    await world.collector.poll()
+
+    assert world.channels.certified == {"10.0.0.1": None, "10.0.0.2": "uid-certified"}
+
+
+async def test_many_pods_are_asked_one_service_after_the_other_over_the_whole_period() -> None:
+    """Four pods at one call a second: the period is four seconds instead of two."""
+    world = World(max_calls_per_second=1.0)
+    other = world.cluster.put({"metadata": {"name": "other"}, "spec": {}})
+    for i in range(1, 5):
+        world.pod(f"d{i}", f"10.0.0.{i}")
+    pod = world.cluster.add_pod("x", other, labels={LABEL_POOL: "decode"})
+    pod["status"]["podIP"] = "10.0.1.1"
+    woken: list[ServiceKey] = []
+    stop = asyncio.Event()
+    running = asyncio.create_task(world.collector.run(stop, wake=woken.append))
+
+    await settle()
+    assert len(world.channels.asked) == 4
+    world.clock.advance(3.9)
+    await settle()
+    assert len(world.channels.asked) == 4
+    world.clock.advance(0.2)
+    await settle()
+    assert world.channels.asked[4:] == ["10.0.1.1"]
+    assert woken == [world.key]
+
+    world.clock.advance(1.1)
+    await settle()
+    stop.set()
+    world.clock.advance(10)
+    await settle()
+    await running
+
+
+async def test_connections_are_kept_to_few_pods_and_not_to_many() -> None:
+    world = World(kept_channels=2)
+    world.pod("a", "10.0.0.1")
+    world.pod("b", "10.0.0.2")
+    await world.collector.poll()
+    assert world.channels.kept == {"10.0.0.1", "10.0.0.2"}
+
+    world.pod("c", "10.0.0.3")
+    await world.collector.poll()
+    assert world.channels.kept == set()

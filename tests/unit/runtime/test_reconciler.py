@@ -126,6 +126,46 @@ async def test_drift_is_repaired() -> None:
     assert gone in world.cluster.objects
 
 
+async def test_labels_and_annotations_of_others_are_left_alone_and_cause_no_writes() -> None:
+    world = World()
+    key = world.cluster.put(make_service())
+    await world.reconciler.reconcile(key)
+    for obj in world.cluster.objects.values():
+        obj["metadata"]["labels"]["team"] = "search"
+        obj["metadata"].setdefault("annotations", {})["deployment.kubernetes.io/revision"] = "1"
+    await world.reconciler.reconcile(key)
+    applied = len(world.cluster.applied)
+    await world.reconciler.reconcile(key)
+    assert len(world.cluster.applied) == applied
+    assert world.deployment("decode")["metadata"]["labels"]["team"] == "search"
+
+
+async def test_a_restarted_control_plane_with_other_images_restarts_no_pod() -> None:
+    world = World()
+    key = world.cluster.put(make_service(prefill={"replicas": 1}))
+    await world.reconciler.reconcile(key)
+    before = {pool: world.deployment(pool)["spec"]["template"] for pool in ("prefill", "decode", "gateway")}
+    newer = OperatorConfig("engine:2", "gateway:2", "2", local=True)
+    reconciler = Reconciler(world.cluster, newer, world.stats, world.clock)
+    for _ in range(3):
+        await reconciler.reconcile(key)
+    assert {pool: world.deployment(pool)["spec"]["template"] for pool in before} == before
+    upgrade = condition(world.cluster.services[key], "UpgradeAvailable")
+    assert (upgrade["status"], upgrade["reason"]) == ("True", "NewerRevision")
+    assert len(world.named("ControllerRevision")) == 1
+
+
+async def test_outdated_crds_are_told_of_until_they_are_not() -> None:
+    world = World()
+    key = world.cluster.put(make_service())
+    world.reconciler.crd_problem = "the installed CRDs are older than the operator and lack SpeculativeService.spec.x"
+    await world.reconciler.reconcile(key)
+    assert condition(world.cluster.services[key], "UpgradeAvailable")["reason"] == "CRDOutdated"
+    world.reconciler.crd_problem = ""
+    await world.reconciler.reconcile(key)
+    assert condition(world.cluster.services[key], "UpgradeAvailable")["reason"] == "UpToDate"
+
+
 async def test_a_service_gets_ready_when_its_pods_are_and_an_event_says_so_once() -> None:
     world = World()
     key = world.cluster.put(make_service())

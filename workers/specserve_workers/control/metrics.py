@@ -10,6 +10,7 @@ from specserve_workers.control.drain import DrainState
 from specserve_workers.control.engine import EngineNumbers
 from specserve_workers.control.service import all_fallbacks
 from specserve_workers.control.stats import FallbackCause, LatencyHistogram, RequestOutcome, ServingStats
+from specserve_workers.identity.keeper import IdentityStatus
 
 # Every fourth bound: each about twice the one before.
 _BOUNDS_STEP: Final = 4
@@ -18,16 +19,27 @@ _BOUNDS_STEP: Final = 4
 class WorkerCollector(Collector):
     """Counts nothing itself, so that metrics and `GetStats` cannot disagree."""
 
-    def __init__(self, *, pool: str, stats: ServingStats, numbers: EngineNumbers, drain: DrainState) -> None:
+    def __init__(
+        self,
+        *,
+        pool: str,
+        stats: ServingStats,
+        numbers: EngineNumbers,
+        drain: DrainState,
+        identity: IdentityStatus | None = None,
+    ) -> None:
         self._pool = pool
         self._stats = stats
         self._numbers = numbers
         self._drain = drain
+        self._identity = identity
 
     def collect(self) -> Iterator[Metric]:
         yield from self._requests()
         yield from self._transfers()
         yield from self._drafts()
+        if self._identity is not None:
+            yield from self._certificates(self._identity)
 
     def describe(self) -> Iterator[Metric]:
         """No names in advance: registering must not ask the engine."""
@@ -86,6 +98,16 @@ class WorkerCollector(Collector):
             for entry in self._numbers.speculation.get("by_policy", ()):
                 family.add_metric((self._pool, str(entry["policy"])), entry.get(field, 0))
             yield family
+
+    def _certificates(self, identity: IdentityStatus) -> Iterator[Metric]:
+        text = "When the pod's certificate expires, in seconds since the epoch; 0 while it has none."
+        yield self._gauge("certificate_expiry_timestamp_seconds", text, identity.expires_at)
+        calls = CounterMetricFamily(
+            "specserve_worker_certificate_requests", "Tries to get a certificate.", labels=("pool", "result")
+        )
+        calls.add_metric((self._pool, "issued"), identity.renewals)
+        calls.add_metric((self._pool, "failed"), identity.failures)
+        yield calls
 
     def _counter(self, name: str, text: str, source: Mapping[str, Any], key: str) -> Metric:
         family = CounterMetricFamily(f"specserve_worker_{name}", text, labels=("pool",))

@@ -13,6 +13,7 @@ from specserve_workers.control.drain import DrainState
 from specserve_workers.control.engine import EngineNumbers, EngineUnavailableError
 from specserve_workers.control.runtime_state import RuntimeState, SpeculationControl
 from specserve_workers.control.stats import LatencyHistogram, RequestOutcome, ServingStats
+from specserve_workers.identity.channels import SERVER_OPTIONS, AsyncPeerGuard, ServerTls, server_credentials
 from specserve_workers.speculation.settings import BatchCap, PolicyName, SettingsError, SpeculationSettings
 
 if TYPE_CHECKING:
@@ -120,10 +121,16 @@ class _HealthServicer(health.aio.HealthServicer):
 class ControlServer:
     """The gRPC server of the control port, in the event loop of the HTTP server."""
 
-    def __init__(self, service: ControlService, *, credentials: grpc.ServerCredentials | None = None) -> None:
-        self._server = grpc.aio.server(options=_OPTIONS, maximum_concurrent_rpcs=64)
+    def __init__(self, service: ControlService, *, tls: ServerTls | None = None) -> None:
+        """`tls`: certificates, and who may call; None serves everybody, in plaintext."""
+        self._server = grpc.aio.server(
+            options=_OPTIONS if tls is None else (*_OPTIONS, *SERVER_OPTIONS),
+            interceptors=() if tls is None else (AsyncPeerGuard(tls.rule),),
+            maximum_concurrent_rpcs=64,
+        )
         self._health = _HealthServicer()
-        self._credentials = credentials
+        # New connections ask it for their certificates for as long as there is a server.
+        self._credentials = None if tls is None else server_credentials(tls.source)
         control_pb2_grpc.add_ControlServiceServicer_to_server(service, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
 

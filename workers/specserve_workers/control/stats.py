@@ -22,6 +22,8 @@ class FallbackCause(StrEnum):
     # Seen by the front end, before the engine has the request.
     NO_PEERS = "no_peers"  # the service name resolves to nothing
     PEERS_EXCLUDED = "peers_excluded"  # every peer failed a moment ago
+    NO_IDENTITY = "no_identity"  # this pod has no valid certificate; the KV connector says so too
+    PREFILL_IDENTITY = "prefill_identity"  # what answered has no certificate of this service's prefill pods
     PREFILL_CONNECT = "prefill_connect"  # no connection to the prefill pod's server
     PREFILL_TIMEOUT = "prefill_timeout"
     PREFILL_ERROR = "prefill_error"  # a 5xx, or the connection broke

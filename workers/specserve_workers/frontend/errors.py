@@ -9,6 +9,7 @@ Header = tuple[bytes, bytes]
 
 _TYPES: Final = {
     HTTPStatus.BAD_REQUEST: "BadRequestError",
+    HTTPStatus.FORBIDDEN: "PermissionDeniedError",
     HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "BadRequestError",
     HTTPStatus.SERVICE_UNAVAILABLE: "ServiceUnavailableError",
 }

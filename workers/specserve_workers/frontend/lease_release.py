@@ -8,6 +8,8 @@ import grpc
 
 from specserve_protos.v1alpha1 import kv_transfer_pb2, kv_transfer_pb2_grpc
 from specserve_workers.frontend.disaggregation import TransferParams
+from specserve_workers.identity.channels import ChannelTls, PeerTls
+from specserve_workers.identity.material import NoIdentityError
 
 logger = logging.getLogger(__name__)
 
@@ -18,9 +20,11 @@ MAX_CHANNELS = 64
 class LeaseReleaser:
     """Calls `Release` on every rank of a lease, in the background. A lost call costs the lease's time and no more."""
 
-    def __init__(self, *, credentials: grpc.ChannelCredentials | None = None) -> None:
-        self._credentials = credentials
-        self._channels: OrderedDict[str, grpc.aio.Channel] = OrderedDict()
+    def __init__(self, *, tls: PeerTls | None = None) -> None:
+        """`tls`: of the prefill pods; None connects in plaintext."""
+        self._tls = tls
+        # With the version of the certificate that they show.
+        self._channels: OrderedDict[str, tuple[grpc.aio.Channel, int | None]] = OrderedDict()
         self._calls: set[asyncio.Task[None]] = set()
 
     def release(self, params: TransferParams) -> None:
@@ -33,29 +37,38 @@ class LeaseReleaser:
         """Lets the calls that are under way end, then closes the channels."""
         if self._calls:
             await asyncio.wait(self._calls, timeout=TIMEOUT_SECONDS)
-        await asyncio.gather(*(channel.close(None) for channel in self._channels.values()))
+        await asyncio.gather(*(channel.close(None) for channel, _ in self._channels.values()))
 
     async def _release(self, address: str, lease: bytes) -> None:
-        stub = kv_transfer_pb2_grpc.KvTransferServiceStub(self._channel(address))
         try:
+            stub = kv_transfer_pb2_grpc.KvTransferServiceStub(self._channel(address))
             await stub.Release(kv_transfer_pb2.ReleaseRequest(lease=lease), timeout=TIMEOUT_SECONDS)
         except grpc.aio.AioRpcError as error:
             logger.warning("lease not released on %s, it will expire: %s", address, error.code().name)
+        except NoIdentityError as error:
+            logger.warning("lease not released on %s, it will expire: %s", address, error)
 
     def _channel(self, address: str) -> grpc.aio.Channel:
-        if address in self._channels:
-            self._channels.move_to_end(address)
-            return self._channels[address]
-        channel = (
-            grpc.aio.insecure_channel(address)
-            if self._credentials is None
-            else grpc.aio.secure_channel(address, self._credentials)
-        )
-        self._channels[address] = channel
+        tls = None if self._tls is None else self._tls.current()
+        version = None if tls is None else tls.version
+        known = self._channels.pop(address, None)
+        if known is not None and known[1] != version:
+            self._close(known[0])
+            known = None
+        channel = _open(address, tls) if known is None else known[0]
+        self._channels[address] = channel, version
         if len(self._channels) > MAX_CHANNELS:
-            # Calls on it, if any, are cancelled by the close: their leases expire.
-            _, oldest = self._channels.popitem(last=False)
-            closing = asyncio.create_task(oldest.close(None))
-            self._calls.add(closing)
-            closing.add_done_callback(self._calls.discard)
+            self._close(self._channels.popitem(last=False)[1][0])
         return channel
+
+    def _close(self, channel: grpc.aio.Channel) -> None:
+        """Calls on it that take longer than they may are cancelled: their leases expire."""
+        closing = asyncio.create_task(channel.close(TIMEOUT_SECONDS))
+        self._calls.add(closing)
+        closing.add_done_callback(self._calls.discard)
+
+
+def _open(address: str, tls: ChannelTls | None) -> grpc.aio.Channel:
+    if tls is None:
+        return grpc.aio.insecure_channel(address)
+    return grpc.aio.secure_channel(address, tls.credentials, options=tls.options)

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import ssl
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from specserve_workers.frontend.disaggregation import (
     parse_transfer_answer,
 )
 from specserve_workers.frontend.peers import PeerRotation, PrefillTimeModel
+from specserve_workers.identity.contexts import PeerContext
+from specserve_workers.identity.material import NoIdentityError
 
 logger = logging.getLogger(__name__)
 
@@ -55,12 +58,14 @@ class PrefillClient:
         *,
         target_revision: str,
         connect_timeout_seconds: float,
+        tls: PeerContext | None = None,
         rotation: PeerRotation | None = None,
         times: PrefillTimeModel | None = None,
     ) -> None:
         self._addresses = addresses
         self._revision = target_revision
         self._connect_timeout_seconds = connect_timeout_seconds
+        self._tls = tls
         self._rotation = rotation or PeerRotation()
         self._times = times or PrefillTimeModel()
         self._session: aiohttp.ClientSession | None = None
@@ -80,11 +85,16 @@ class PrefillClient:
         addresses = await self._addresses()
         if not addresses:
             return PrefillResult(cause=FallbackCause.NO_PEERS)
+        try:
+            context = None if self._tls is None else self._tls.current()
+        except NoIdentityError as error:
+            logger.warning("prefill here: %s", error)
+            return PrefillResult(cause=FallbackCause.NO_IDENTITY)
         cause = FallbackCause.PEERS_EXCLUDED
         data = json.dumps(body).encode()
         for peer in self._rotation.choose(addresses, now=time.monotonic()):
             try:
-                return PrefillResult(params=await self._try(peer, path, data, headers))
+                return PrefillResult(params=await self._try(peer, path, data, headers, context=context))
             except _TryFailedError as failure:
                 cause = failure.cause
                 logger.warning("prefill on %s: %s (%s)", peer, failure, cause)
@@ -94,7 +104,9 @@ class PrefillClient:
                     break
         return PrefillResult(cause=cause)
 
-    async def _try(self, peer: str, path: str, data: bytes, headers: Mapping[str, str]) -> TransferParams:
+    async def _try(
+        self, peer: str, path: str, data: bytes, headers: Mapping[str, str], *, context: ssl.SSLContext | None
+    ) -> TransferParams:
         if self._session is None:
             raise RuntimeError("PrefillClient.start() has not been called")
         deadline_seconds = self._times.deadline_seconds(len(data))
@@ -102,16 +114,21 @@ class PrefillClient:
         began = time.monotonic()
         try:
             async with self._session.post(
-                f"http://{peer}{path}",
+                f"{'http' if context is None else 'https'}://{peer}{path}",
                 data=data,
                 headers={**headers, "content-type": "application/json"},
                 timeout=timeout,
                 allow_redirects=False,
+                ssl=True if context is None else context,
+                server_hostname=None if self._tls is None else self._tls.server_name,
             ) as response:
                 _check_status(response.status)
                 raw = await response.content.read(MAX_ANSWER_BYTES)
                 while len(raw) < MAX_ANSWER_BYTES and (more := await response.content.read(MAX_ANSWER_BYTES)):
                     raw += more
+        except aiohttp.ClientSSLError as error:
+            message = f"what answers has no certificate of a prefill pod of this service: {error}"
+            raise _TryFailedError(FallbackCause.PREFILL_IDENTITY, message, exclude=True) from error
         except (aiohttp.ConnectionTimeoutError, aiohttp.ClientConnectorError) as error:
             raise _TryFailedError(FallbackCause.PREFILL_CONNECT, f"no connection: {error}", exclude=True) from error
         except TimeoutError as error:

@@ -2,20 +2,26 @@
 
 A transfer has a limit on connecting and a limit on silence, but none on its length. Chunks must come in the one
 order the protocol allows, so nothing can be missing, twice or elsewhere in a transfer that ends well.
+
+gRPC may never complete a call, not even a cancelled one: this was seen of a call made while its connection was shut
+down. So each call is read by a thread of its own, and nobody else waits for gRPC without a limit of their own.
 """
 
 import logging
 import threading
 import time
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Final
+from enum import Enum, auto
+from typing import Any, Final, TypeAlias
 
 import grpc
 
 from specserve_protos.v1alpha1 import kv_transfer_pb2 as pb
 from specserve_protos.v1alpha1 import kv_transfer_pb2_grpc as pb_grpc
+from specserve_workers.identity.channels import PeerTls
 from specserve_workers.kv.blocks import KvBlocks
 from specserve_workers.kv.channels import ChannelPool
 from specserve_workers.kv.errors import (
@@ -35,7 +41,9 @@ from specserve_workers.kv.layout import KvLayout
 
 logger = logging.getLogger(__name__)
 
+_READ_AHEAD: Final = 4  # messages of one transfer that wait to be written
 _RELEASE_TIMEOUT_SECONDS: Final = 2.0
+_RELEASE_GRACE_SECONDS: Final = 0.5  # for gRPC to report the timeout itself
 _ERROR_BY_STATUS: Final[dict[grpc.StatusCode, type[KvTransferError]]] = {
     grpc.StatusCode.NOT_FOUND: UnknownLeaseError,
     grpc.StatusCode.FAILED_PRECONDITION: LayoutMismatchError,
@@ -97,7 +105,7 @@ class KvClient:
         blocks, layout: of this process' KV cache.
         connect_timeout_ms: limit on connecting.
         stall_timeout_ms: limit on the silence of a transfer.
-        credentials: TLS of the client; None connects in plaintext.
+        tls: of the producers; None connects in plaintext.
     """
 
     def __init__(
@@ -107,14 +115,14 @@ class KvClient:
         layout: KvLayout,
         connect_timeout_ms: int,
         stall_timeout_ms: int,
-        credentials: grpc.ChannelCredentials | None = None,
+        tls: PeerTls | None = None,
     ) -> None:
         self._blocks = blocks
         self._layout = layout
         self._layout_message = layout.to_proto()
         self._connect_seconds = connect_timeout_ms / 1000
         self._stall_seconds = stall_timeout_ms / 1000
-        self._channels = ChannelPool(credentials=credentials)
+        self._channels = ChannelPool(tls=tls)
 
     def fetch(self, order: FetchOrder, *, cancellation: Cancellation | None = None) -> int:
         """Fetch all wanted blocks of all layers into their places and return their bytes.
@@ -125,6 +133,8 @@ class KvClient:
         cancellation = cancellation or Cancellation()
         if cancellation.is_cancelled:
             raise TransferCancelledError("cancelled before it started")
+        inbox = _Inbox()
+        cancellation.attach(inbox.close)
         with self._channels.channel(order.address) as channel:
             stub = pb_grpc.KvTransferServiceStub(channel)
             call = stub.Fetch(
@@ -135,16 +145,10 @@ class KvClient:
                     num_blocks=len(order.block_ids),
                 )
             )
-            cancellation.attach(call.cancel)
-            watch = _Watch(call, connect_seconds=self._connect_seconds, stall_seconds=self._stall_seconds)
             try:
-                return self._receive(watch.each_message(), order)
-            except grpc.RpcError:
-                if cancellation.is_cancelled:
-                    raise TransferCancelledError(f"{order.address}: cancelled") from None
-                raise watch.explain(order.address) from None
+                return self._receive(self._each_message(call, inbox, order.address), order)
             finally:
-                watch.stop()
+                inbox.close()
                 call.cancel()
 
     def release(self, address: str, lease: bytes, *, pulls: int) -> bool:
@@ -152,15 +156,43 @@ class KvClient:
         try:
             with self._channels.channel(address) as channel:
                 stub = pb_grpc.KvTransferServiceStub(channel)
-                response = stub.Release(pb.ReleaseRequest(lease=lease, pulls=pulls), timeout=_RELEASE_TIMEOUT_SECONDS)
-                return bool(response.released)
-        except (KvTransferError, grpc.RpcError) as error:
-            logger.info("KV lease at %s not released, it will expire: %s", address, error)
+                request = pb.ReleaseRequest(lease=lease, pulls=pulls)
+                call = stub.Release.future(request, timeout=_RELEASE_TIMEOUT_SECONDS)
+                try:
+                    return bool(call.result(timeout=_RELEASE_TIMEOUT_SECONDS + _RELEASE_GRACE_SECONDS).released)
+                finally:
+                    call.cancel()
+        except (KvTransferError, grpc.RpcError, grpc.FutureTimeoutError) as error:
+            logger.info("KV lease at %s not released, it will expire: %r", address, error)
             return False
 
     def close(self) -> None:
         """Start no more; what is under way goes on to its end."""
         self._channels.close()
+
+    def _each_message(self, call: Any, inbox: "_Inbox", address: str) -> Iterator[pb.FetchResponse]:
+        """Have the call read, and pass its messages on. Raises what it means that there are no more."""
+        reader = threading.Thread(target=_read, args=(call, inbox, address), name="specserve-kv-read", daemon=True)
+        deadline = time.monotonic() + self._connect_seconds
+        is_answered = False
+        reader.start()
+        while True:
+            try:
+                item = inbox.take(deadline)
+            except TimeoutError:
+                if not is_answered:
+                    raise ConnectError(f"{address}: no connection in {self._connect_seconds:g} s") from None
+                raise StalledError(f"{address}: no byte in {self._stall_seconds:g} s") from None
+            except _InboxClosedError:
+                raise TransferCancelledError(f"{address}: cancelled") from None
+            if item is _Mark.END:
+                return
+            if isinstance(item, Exception):
+                raise item
+            is_answered = True
+            deadline = time.monotonic() + self._stall_seconds
+            if item is not _Mark.ANSWERED:
+                yield item
 
     def _receive(self, messages: Iterator[pb.FetchResponse], order: FetchOrder) -> int:
         header = next(messages, None)
@@ -205,55 +237,83 @@ class KvClient:
             )
 
 
-class _Watch:
-    """Cancels a call that is silent for too long. It takes a thread of its own, since reading blocks the caller's.
+class _Mark(Enum):
+    """What a reader hands over besides messages and errors."""
 
-    The producer answers with its metadata as soon as it sees the call, so until then the limit on connecting holds.
+    ANSWERED = auto()
+    END = auto()
+
+
+_Item: TypeAlias = "pb.FetchResponse | _Mark | Exception"
+
+
+class _InboxClosedError(Exception):
+    """The fetch was given up."""
+
+
+class _Inbox:
+    """What the reader of a call hands to its fetch, in order. Either side waits here for the other, never for gRPC."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._items: deque[_Item] = deque()
+        self._is_closed = False
+
+    def put(self, item: _Item) -> bool:
+        """Add an item, waiting for room. False: nobody wants it, nor any after it."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_closed or len(self._items) < _READ_AHEAD)
+            if not self._is_closed:
+                self._items.append(item)
+                self._changed.notify_all()
+            return not self._is_closed
+
+    def take(self, deadline: float) -> _Item:
+        """Return the next item. Raises TimeoutError if there is none by then, and `_InboxClosedError`."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_closed or self._items, deadline - time.monotonic())
+            if self._is_closed:
+                raise _InboxClosedError
+            if not self._items:
+                raise TimeoutError
+            self._changed.notify_all()
+            return self._items.popleft()
+
+    def close(self) -> None:
+        """Let both sides go at once, and drop what was not taken."""
+        with self._changed:
+            self._is_closed = True
+            self._items.clear()
+            self._changed.notify_all()
+
+
+def _read(call: Any, inbox: _Inbox, address: str) -> None:
+    """Put what comes of a call into the inbox: `ANSWERED`, messages, and `END` or the error.
+
+    The producer answers with its metadata as soon as it sees the call.
     """
-
-    def __init__(self, call: Any, *, connect_seconds: float, stall_seconds: float) -> None:
-        self._call = call
-        self._stall_seconds = stall_seconds
-        self._connect_seconds = connect_seconds
-        self._deadline = 0.0
-        self._is_connected = False
-        self._is_too_late = False
-        self._is_answered = threading.Event()
-        self._is_over = threading.Event()
-        threading.Thread(target=self._run, name="specserve-kv-watch", daemon=True).start()
-
-    def each_message(self) -> Iterator[pb.FetchResponse]:
-        """Pass the call's messages on, and start the time anew with each."""
-        self._call.initial_metadata()
+    is_answered = False
+    last: _Item = _Mark.END
+    try:
+        call.initial_metadata()
         # It returns for a failed call, too: one that found nobody, or that was cut before anybody answered.
-        self._is_connected = not self._call.done() or self._call.code() not in _NO_ANSWER
-        self._deadline = time.monotonic() + self._stall_seconds
-        self._is_answered.set()
-        for message in self._call:
-            self._deadline = time.monotonic() + self._stall_seconds
-            yield message
+        is_answered = not call.done() or call.code() not in _NO_ANSWER
+        if is_answered:
+            inbox.put(_Mark.ANSWERED)
+        for message in call:
+            if not inbox.put(message):
+                return
+            del message  # it would stay in memory until the next comes
+    except grpc.RpcError:
+        last = _explain(call, address, is_answered=is_answered)
+    except Exception as error:
+        last = error
+    inbox.put(last)
 
-    def stop(self) -> None:
-        """End the watch."""
-        self._is_over.set()
-        self._is_answered.set()
 
-    def explain(self, address: str) -> KvTransferError:
-        """Return what it means that the call failed."""
-        if self._is_too_late and not self._is_connected:
-            return ConnectError(f"{address}: no connection in {self._connect_seconds:g} s")
-        if self._is_too_late:
-            return StalledError(f"{address}: no byte in {self._stall_seconds:g} s")
-        code, details = self._call.code(), self._call.details()
-        if not self._is_connected and code is grpc.StatusCode.UNAVAILABLE:
-            return ConnectError(f"{address}: {details}")
-        return _ERROR_BY_STATUS.get(code, ProducerError)(f"{address}: {details or code}")
-
-    def _run(self) -> None:
-        if self._is_answered.wait(self._connect_seconds):
-            while (remaining := self._deadline - time.monotonic()) > 0:
-                if self._is_over.wait(remaining):
-                    return
-        if not self._is_over.is_set():
-            self._is_too_late = True
-            self._call.cancel()
+def _explain(call: Any, address: str, *, is_answered: bool) -> KvTransferError:
+    """Return what it means that the call failed."""
+    code, details = call.code(), call.details()
+    if not is_answered and code is grpc.StatusCode.UNAVAILABLE:
+        return ConnectError(f"{address}: {details}")
+    return _ERROR_BY_STATUS.get(code, ProducerError)(f"{address}: {details or code}")

@@ -36,6 +36,8 @@ class ConnectorSettings:
         pull_threads: pulls a consumer runs at once, for each rank; at most half of them, rounded up, from one
             producer.
         max_streams: fetches a producer serves at once, for each rank.
+        identity_directory: where this pod's certificate is. "" for plaintext.
+        namespace, service: whose pods it has to do with; needed with a certificate.
     """
 
     host: str
@@ -48,6 +50,9 @@ class ConnectorSettings:
     max_held_ratio: float = 0.5
     pull_threads: int = 8
     max_streams: int = 32
+    identity_directory: str = ""
+    namespace: str = ""
+    service: str = ""
 
     def __post_init__(self) -> None:
         """Raise `ConnectorSettingsError` naming the first field that is out of range."""
@@ -62,12 +67,18 @@ class ConnectorSettings:
             "max_held_ratio": _is_number(self.max_held_ratio) and 0 < self.max_held_ratio <= 1,
             "pull_threads": _is_int(self.pull_threads) and 1 <= self.pull_threads <= 256,
             "max_streams": _is_int(self.max_streams) and 1 <= self.max_streams <= 1024,
+            "identity_directory": isinstance(self.identity_directory, str),
+            "namespace": self._is_name(self.namespace),
+            "service": self._is_name(self.service),
         }
         for name, is_valid in checks.items():
             if not is_valid:
                 raise ConnectorSettingsError(
                     f"kv_connector_extra_config.{name}: {getattr(self, name)!r} is out of range"
                 )
+
+    def _is_name(self, value: object) -> bool:
+        return isinstance(value, str) and bool(value or not self.identity_directory)
 
     @classmethod
     def from_extra(cls, extra: Mapping[str, Any]) -> "ConnectorSettings":
@@ -92,6 +103,9 @@ def kv_transfer_config(
     stall_timeout_ms: int,
     target_revision: str,
     on_failure: Literal["Recompute", "Fail"],
+    identity_directory: str = "",
+    namespace: str = "",
+    service: str = "",
 ) -> dict[str, Any]:
     """Return the JSON value of vLLM's `--kv-transfer-config` for a pod of this role.
 
@@ -105,6 +119,9 @@ def kv_transfer_config(
         connect_timeout_ms=connect_timeout_ms,
         stall_timeout_ms=stall_timeout_ms,
         target_revision=target_revision,
+        identity_directory=identity_directory,
+        namespace=namespace,
+        service=service,
     )
     return {
         "kv_connector": CONNECTOR_CLASS,

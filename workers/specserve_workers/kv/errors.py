@@ -14,6 +14,7 @@ class TransferCause(StrEnum):
     BAD_PARAMS = "bad_params"  # the parameters in the request are malformed or out of bounds
     UNSUPPORTED = "unsupported"  # the prompt is not plain token ids (embeddings, images, an adapter)
     PROMPT_MISMATCH = "prompt_mismatch"  # the prefill pod saw other token ids (chat template, tokenizer)
+    NO_IDENTITY = "no_identity"  # this pod has no valid certificate
     CONNECT = "connect"  # nothing accepted the connection in time
     STALLED = "stalled"  # connected, but no byte came for the stall timeout
     UNKNOWN_LEASE = "unknown_lease"  # the producer does not hold this lease (any more)
@@ -48,6 +49,12 @@ class ConnectError(KvTransferError):
     """No connection within the connect timeout."""
 
     cause = TransferCause.CONNECT
+
+
+class KvNoIdentityError(KvTransferError):
+    """This pod has no certificate to show to the producer."""
+
+    cause = TransferCause.NO_IDENTITY
 
 
 class StalledError(KvTransferError):

@@ -19,6 +19,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from specserve_protos.v1alpha1 import kv_transfer_pb2 as pb
 from specserve_protos.v1alpha1 import kv_transfer_pb2_grpc as pb_grpc
+from specserve_workers.identity.channels import SERVER_OPTIONS, PeerGuard, ServerTls, server_credentials
 from specserve_workers.kv.address import grpc_target
 from specserve_workers.kv.blocks import KvBlocks
 from specserve_workers.kv.errors import UnknownLeaseError
@@ -183,7 +184,7 @@ class KvTransferServer:
 
     Args:
         host, port: where to listen. Port 0 takes a free one: see `port`.
-        credentials: TLS of the server; None serves plaintext.
+        tls: certificates, and who may call; None serves everybody, in plaintext.
     """
 
     def __init__(
@@ -193,7 +194,7 @@ class KvTransferServer:
         host: str,
         port: int,
         limits: ServerLimits,
-        credentials: grpc.ServerCredentials | None = None,
+        tls: ServerTls | None = None,
     ) -> None:
         # The servicer holds fetches to `max_streams`. The rest is for calls that are short: releases, health checks
         # and fetches that are refused.
@@ -201,6 +202,7 @@ class KvTransferServer:
         self._server = grpc.server(
             futures.ThreadPoolExecutor(max_workers=rpcs, thread_name_prefix="specserve-kv-serve"),
             maximum_concurrent_rpcs=rpcs,
+            interceptors=[] if tls is None else [PeerGuard(tls.rule)],
             options=[
                 ("grpc.max_receive_message_length", _MAX_REQUEST_BYTES),
                 ("grpc.max_send_message_length", -1),
@@ -208,6 +210,7 @@ class KvTransferServer:
                 ("grpc.so_reuseport", 0),  # a second server on the port must fail, not share it
                 ("grpc.keepalive_time_ms", 5_000),  # finds consumers whose machine is gone
                 ("grpc.keepalive_timeout_ms", 5_000),
+                *(() if tls is None else SERVER_OPTIONS),
             ],
         )
         pb_grpc.add_KvTransferServiceServicer_to_server(servicer, self._server)
@@ -215,7 +218,9 @@ class KvTransferServer:
         for service in ("", _SERVICE_NAME):
             health_servicer.set(service, health_pb2.HealthCheckResponse.SERVING)
         health_pb2_grpc.add_HealthServicer_to_server(health_servicer, self._server)
-        self.port = self._listen(host, port, credentials)
+        # New connections ask it for their certificates for as long as there is a server.
+        self._credentials = None if tls is None else server_credentials(tls.source)
+        self.port = self._listen(host, port, self._credentials)
 
     def start(self) -> None:
         """Start to serve."""

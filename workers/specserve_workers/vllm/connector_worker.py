@@ -6,11 +6,15 @@ Called from the engine's thread of one rank; pulls and the server run in their o
 import logging
 import threading
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Final
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
+from specserve_workers.identity.channels import PeerTls, ServerTls, pool_rule
+from specserve_workers.identity.material import MaterialFiles
+from specserve_workers.identity.names import ServiceId
 from specserve_workers.kv.address import grpc_target
 from specserve_workers.kv.blocks import KvBlocks
 from specserve_workers.kv.client import FetchOrder, KvClient
@@ -54,6 +58,7 @@ class ConnectorWorker:
         self._puller: Puller | None = None
         self._is_idle_step = False
         self._causes: dict[str, TransferCause] = {}
+        self._identity = _identity(settings)
 
     def register(
         self,
@@ -87,6 +92,7 @@ class ConnectorWorker:
                 layout=layout,
                 connect_timeout_ms=self._settings.connect_timeout_ms,
                 stall_timeout_ms=self._settings.stall_timeout_ms,
+                tls=self._peer_tls(),
             )
             self._puller = Puller(client, num_threads=self._settings.pull_threads, on_end=self._has_news.set)
 
@@ -160,10 +166,34 @@ class ConnectorWorker:
             blocks=blocks, layout=layout, leases=self._leases, counters=self._counters, limits=limits
         )
         self._server = KvTransferServer(
-            servicer, host=self._settings.host, port=self._settings.port + self._rank, limits=limits
+            servicer,
+            host=self._settings.host,
+            port=self._settings.port + self._rank,
+            limits=limits,
+            tls=self._server_tls(),
         )
         self._server.start()
         logger.info("KV of %d layers is served on %s:%d", len(layout.layers), self._settings.host, self._server.port)
 
+    def _server_tls(self) -> ServerTls | None:
+        """KV caches go to decode pods of the same service, and to nobody else."""
+        if self._identity is None:
+            return None
+        files, service = self._identity
+        return ServerTls(files, pool_rule(service, pool="decode"))
+
+    def _peer_tls(self) -> PeerTls | None:
+        if self._identity is None:
+            return None
+        files, service = self._identity
+        return PeerTls(files, service, pool="prefill")
+
     def _address(self, source: RemotePrefill) -> str:
         return grpc_target(source.host, source.port + self._rank)
+
+
+def _identity(settings: ConnectorSettings) -> tuple[MaterialFiles, ServiceId] | None:
+    """The certificate that the pod's first process keeps for all of them; None for plaintext."""
+    if not settings.identity_directory:
+        return None
+    return MaterialFiles(Path(settings.identity_directory)), ServiceId(settings.namespace, settings.service)

@@ -73,4 +73,7 @@ def _kv_transfer(flags: ServingFlags) -> dict[str, Any]:
         stall_timeout_ms=flags.kv.stall_timeout_ms,
         target_revision=flags.target_revision,
         on_failure=cast(Literal["Recompute", "Fail"], flags.kv.on_failure),
+        identity_directory=str(flags.identity.directory) if flags.identity else "",
+        namespace=flags.pod_namespace,
+        service=flags.service,
     )

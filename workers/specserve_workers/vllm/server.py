@@ -9,7 +9,7 @@ import socket
 import threading
 from argparse import Namespace
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -23,10 +23,13 @@ from specserve_workers.control.stats import ServingStats
 from specserve_workers.flags import FlagError, ServingFlags
 from specserve_workers.frontend.lease_release import LeaseReleaser
 from specserve_workers.frontend.middleware import Disaggregation, Frontend, FrontendSettings, Pool
+from specserve_workers.frontend.plain_port import refuse_over_plaintext
 from specserve_workers.frontend.prefill_client import PrefillClient
+from specserve_workers.identity.names import PodId
+from specserve_workers.identity.pod import PodTls
 from specserve_workers.model_files import ModelFiles, check_draft_fits, read_config
 from specserve_workers.speculation.settings import BatchCap, PolicyName, SpeculationSettings
-from specserve_workers.startup import EXIT_TERMINATED, EXIT_USAGE, StartupError, report_failure
+from specserve_workers.startup import EXIT_TERMINATED, EXIT_USAGE, StartupError, port_message, report_failure
 from specserve_workers.vllm.launch import detect_platform, prepare_environment
 
 if TYPE_CHECKING:
@@ -35,10 +38,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 HOSTS_DIR_VARIABLE: Final = "SPECSERVE_HOSTS_DIR"
-# After draining, for the last bytes to reach their clients.
-CLOSE_SECONDS: Final = 5
 # For the clean-up of a start that was interrupted.
 ABANDON_SECONDS: Final = 15
+# How long a pod whose engine is up waits for its first certificate before it serves without one.
+CERTIFICATE_SECONDS: Final = 5.0
 
 
 class EngineDiedError(StartupError):
@@ -102,41 +105,65 @@ class _Pod:
             is_held=lambda: self._numbers is not None and self._numbers.open_leases > 0, refresh=self._refresh_numbers
         )
         self._numbers: EngineNumbers | None = None
+        self._tls = _pod_tls(flags)
 
     async def run(self) -> None:
         from specserve_workers.vllm.engine_client import run_engine
 
-        with _interruptible() as interrupted, self._listening_socket() as sock:
+        with _interruptible() as interrupted, self._listening_sockets() as sockets:
             self._check_ports()
             async with AsyncExitStack() as stack:
+                if self._tls is not None:
+                    self._tls.keeper.start()
+                    stack.callback(self._tls.keeper.stop)
                 engine = await stack.enter_async_context(run_engine(self._args, stats=self._stats))
                 disaggregation = await self._disaggregate(stack)
                 stop = _stop_event()
                 if interrupted.is_set():
                     raise KeyboardInterrupt
-                await self._serve(engine, sock, disaggregation=disaggregation, stop=stop)
+                await self._serve(engine, sockets, disaggregation=disaggregation, stop=stop)
 
     async def _serve(
-        self, engine: "AsyncLLM", sock: socket.socket, *, disaggregation: Disaggregation | None, stop: asyncio.Event
+        self,
+        engine: "AsyncLLM",
+        sockets: list[socket.socket],
+        *,
+        disaggregation: Disaggregation | None,
+        stop: asyncio.Event,
     ) -> None:
         from vllm.entrypoints.launchers.launcher import watchdog_loop
 
-        server = await self._http_server(engine, disaggregation)
-        async with _background(server.serve(sockets=[sock])) as serving:
-            await self._listening(server, serving)
+        from specserve_workers.vllm.http_servers import CLOSE_SECONDS
+
+        servers = await self._http_servers(engine, disaggregation)
+        async with AsyncExitStack() as stack:
+            serving = set()
+            for server, sock in zip(servers, sockets, strict=True):
+                task = await stack.enter_async_context(_background(server.serve(sockets=[sock])))
+                await self._listening(server, task)
+                serving.add(task)
             # Stops the server when the engine is dead, also if no request finds out.
-            async with self._control(engine), _background(watchdog_loop(server, engine)):
+            async with self._control(engine), _background(watchdog_loop(servers[0], engine)):
+                await self._wait_for_certificate()
                 self._is_ready = True
                 self._on_started()
                 logger.info("%s pod ready on %s:%d", self._flags.pool, self._flags.host, self._flags.http_port)
                 stopping = asyncio.create_task(self._stop_orderly(stop))
-                await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait({*serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
                 stopped_by_itself = not stopping.done()
                 stopping.cancel()
             if stopped_by_itself:
                 raise EngineDiedError("the engine died")
-            server.should_exit = True
-            await asyncio.wait({serving}, timeout=CLOSE_SECONDS)
+            for server in servers:
+                server.should_exit = True
+            await asyncio.wait(serving, timeout=CLOSE_SECONDS)
+
+    async def _wait_for_certificate(self) -> None:
+        """Serving without one is slower, so a moment is worth waiting; and no more, since the operator may be away."""
+        if self._tls is None:
+            return
+        if not await asyncio.to_thread(self._tls.keeper.wait_for_certificate, CERTIFICATE_SECONDS):
+            logger.warning("this pod has no certificate yet: until it has one, no prompt is prefilled remotely")
 
     async def _listening(self, server: Any, serving: asyncio.Task[Any]) -> None:
         """Waits until connections are accepted. Another process may have taken the port since it was bound."""
@@ -144,7 +171,8 @@ class _Pod:
             if serving.done():
                 error = serving.exception()
                 if isinstance(error, OSError):
-                    raise StartupError(self._port_message("--http-port", self._flags.http_port, error)) from error
+                    text = port_message("--http-port", self._flags.host, self._flags.http_port, error=error)
+                    raise StartupError(text) from error
                 raise StartupError(f"the HTTP server did not start: {error}") from error
             await asyncio.sleep(0.05)
 
@@ -154,12 +182,12 @@ class _Pod:
         if not await self._drain.wait(self._flags.drain_timeout_seconds):
             logger.warning("%d requests were cut at the end of the drain time", await self._drain.cut())
 
-    async def _http_server(self, engine: "AsyncLLM", disaggregation: Disaggregation | None) -> Any:
-        import uvicorn
-        from vllm import envs
+    async def _http_servers(self, engine: "AsyncLLM", disaggregation: Disaggregation | None) -> list[Any]:
+        """One for every socket: the plaintext one first."""
         from vllm.entrypoints.launchers.api_server.app_state import init_app_state
         from vllm.entrypoints.launchers.app import build_app
-        from vllm.entrypoints.launchers.launcher import NoSignalServer
+
+        from specserve_workers.vllm.http_servers import certified_server, plain_server
 
         tasks = await engine.get_supported_tasks()
         app = build_app(self._args, tasks, engine.model_config)
@@ -176,19 +204,23 @@ class _Pod:
             is_ready=lambda: self._is_ready and not engine.errored,
             disaggregation=disaggregation,
         )
-        config = uvicorn.Config(
-            frontend,
-            log_config=None,
-            log_level=self._args.uvicorn_log_level,
-            access_log=False,
-            lifespan="on",
-            timeout_keep_alive=envs.VLLM_HTTP_TIMEOUT_KEEP_ALIVE,
-            timeout_graceful_shutdown=CLOSE_SECONDS,
-        )
-        server = NoSignalServer(config)
+        if self._tls is None or self._https_port is None:
+            servers = [plain_server(frontend, self._args)]
+        else:
+            gate = refuse_over_plaintext(frontend, https_port=self._https_port)
+            servers = [
+                plain_server(gate, self._args),
+                certified_server(frontend, self._args, self._tls.prefill_server),
+            ]
         # By this the engine's error handlers stop the server when a request finds the engine dead.
-        app.state.server = server
-        return server
+        app.state.server = servers[0]
+        return servers
+
+    @property
+    def _https_port(self) -> int | None:
+        """Where requests come in over TLS. Decode pods get theirs from the gateway, which has no certificate."""
+        identity = self._flags.identity
+        return identity.https_port if identity is not None and self._flags.pool is Pool.PREFILL else None
 
     @asynccontextmanager
     async def _control(self, engine: "AsyncLLM") -> AsyncIterator[None]:
@@ -213,11 +245,18 @@ class _Pod:
         await state_file.poll()
         await numbers.refresh()
         get_prometheus_registry().register(
-            WorkerCollector(pool=flags.pool, stats=self._stats, numbers=numbers, drain=self._drain)
+            WorkerCollector(
+                pool=flags.pool,
+                stats=self._stats,
+                numbers=numbers,
+                drain=self._drain,
+                identity=self._tls.keeper.status if self._tls else None,
+            )
         )
         identity = PodIdentity(name=flags.pod_name, uid=flags.pod_uid, pool=flags.pool, revision=flags.revision)
         server = ControlServer(
-            ControlService(identity, stats=self._stats, numbers=numbers, speculation=speculation, drain=self._drain)
+            ControlService(identity, stats=self._stats, numbers=numbers, speculation=speculation, drain=self._drain),
+            tls=self._tls.control_server if self._tls else None,
         )
         try:
             await server.start(flags.host, flags.control_port)
@@ -245,8 +284,9 @@ class _Pod:
             resolver.addresses,
             target_revision=flags.target_revision,
             connect_timeout_seconds=flags.kv.connect_timeout_ms / 1000,
+            tls=self._tls.prefill_client if self._tls else None,
         )
-        releaser = LeaseReleaser()
+        releaser = LeaseReleaser(tls=self._tls.prefill_channels if self._tls else None)
         await client.start()
         stack.push_async_callback(resolver.aclose)
         stack.push_async_callback(client.aclose)
@@ -254,17 +294,24 @@ class _Pod:
         return Disaggregation(client, releaser)
 
     @contextmanager
-    def _listening_socket(self) -> Iterator[socket.socket]:
+    def _listening_sockets(self) -> Iterator[list[socket.socket]]:
+        """The plaintext one, and behind it that for TLS if there is one."""
         from vllm.entrypoints.launchers.api_server.entry import setup_server
 
-        try:
-            _, sock = setup_server(self._args, reuse_port=False)
-        except OSError as error:
-            raise StartupError(self._port_message("--http-port", self._flags.http_port, error)) from error
-        try:
-            yield sock
-        finally:
-            sock.close()
+        from specserve_workers.vllm.http_servers import listening
+
+        flags = self._flags
+        with ExitStack() as stack:
+            try:
+                _, sock = setup_server(self._args, reuse_port=False)
+            except OSError as error:
+                text = port_message("--http-port", flags.host, flags.http_port, error=error)
+                raise StartupError(text) from error
+            stack.callback(sock.close)
+            sockets = [sock]
+            if self._https_port is not None:
+                sockets.append(stack.enter_context(listening(flags.host, self._https_port, flag="--https-port")))
+            yield sockets
 
     def _check_ports(self) -> None:
         """Finds ports in use before the engine takes its time to start."""
@@ -279,10 +326,21 @@ class _Pod:
                 try:
                     probe.bind((flags.host, port))
                 except OSError as error:
-                    raise StartupError(self._port_message(flag, port, error)) from error
+                    raise StartupError(port_message(flag, flags.host, port, error=error)) from error
 
-    def _port_message(self, flag: str, port: int, error: OSError) -> str:
-        return f"{flag} {port}: cannot listen on {self._flags.host}:{port}: {os.strerror(error.errno or 0)}"
+
+def _pod_tls(flags: ServingFlags) -> PodTls | None:
+    identity = flags.identity
+    if identity is None:
+        return None
+    pod = PodId(namespace=flags.pod_namespace, service=flags.service, pool=flags.pool, uid=flags.pod_uid)
+    return PodTls.of(
+        pod,
+        server=identity.server,
+        token=identity.token,
+        trust_bundle=identity.trust_bundle,
+        directory=identity.directory,
+    )
 
 
 @contextmanager

@@ -4,6 +4,7 @@
 
     async with LocalCluster(Path(".specserve")) as cluster:          # raises StateDirInUse, ClusterError
         await cluster.put_service(manifest)          -> ApplyOutcome   # a validated SpeculativeService manifest
+        await cluster.scale_pool("default", "tiny-decode", 3) -> ApplyOutcome  # the `replicas` of a PoolScaler
         await cluster.delete_service(key)            -> bool           # False: there was none
         await cluster.wait_gone(key, timeout_seconds=60) -> bool       # nothing of the service is left
         cluster.list_objects("Pod", namespace=None)  -> list[Manifest] # any kind, "Event" and "SpeculativeService" too
@@ -21,7 +22,7 @@ Another process (the CLI) reads the same without the control plane, from files t
     StateDir(path).list_objects(kind, namespace=None)                 -> list[Manifest]
     StateDir(path).read_log(...), StateDir(path).follow_log(...)      as above
 
-Writes go through the running control plane. There is no `scale`: replicas are a field of the service's spec.
+Writes go through the running control plane.
 
 What is the same as on Kubernetes: uid, resourceVersion, generation; background deletion by owner references;
 Deployments and their status; pod phases, conditions and container statuses; probes, preStop, grace period, restarts

@@ -21,9 +21,9 @@ from specserve_operator.cluster.local.podaccess import PodAccess
 from specserve_operator.cluster.local.podapi import PodApi
 from specserve_operator.cluster.local.statedir import StateDir, StateDirLock
 from specserve_operator.cluster.local.store import Change, ObjectKey, ObjectStore
-from specserve_operator.cluster.local.wakeups import DirtyKeys
 from specserve_operator.cluster.protocol import ApplyOutcome, ClusterError
-from specserve_operator.constants import LABEL_SERVICE
+from specserve_operator.cluster.wakeups import DirtyKeys
+from specserve_operator.constants import FIELD_MANAGER, LABEL_SERVICE
 from specserve_operator.core.objects import Event, Manifest, ObjectRef, ServiceKey
 
 _SERVICE_KIND = "SpeculativeService"
@@ -151,10 +151,19 @@ class LocalCluster:
             if obj["kind"] != _SERVICE_KIND and obj["kind"] != "Event" and _service_of(obj) == key
         ]
 
-    async def apply(self, obj: Manifest) -> ApplyOutcome:
-        """Creates the object or makes it so. Raises `ClusterError`, also for a Service whose port can't be had."""
+    def changes(self, key: ServiceKey) -> int:
+        """A number that is another one after anything has changed."""
+        return int(self._store.resource_version)
+
+    async def apply(self, obj: Manifest, *, field_manager: str = FIELD_MANAGER) -> ApplyOutcome:
+        """Creates the object or makes it so. Raises `ClusterError`, also for a Service whose port can't be had.
+
+        Fields have no recorded managers here: another manager than ours only creates.
+        """
         if obj.get("kind") == "Service" and "metadata" in obj:
             await self._network.reserve_ports(obj)
+        if field_manager != FIELD_MANAGER and self._store.get(ObjectKey.of(obj)) is not None:
+            return ApplyOutcome.UNCHANGED
         return self._store.apply(obj)
 
     async def delete(self, ref: ObjectRef) -> None:
@@ -164,6 +173,10 @@ class LocalCluster:
     async def patch_status(self, key: ServiceKey, status: Mapping[str, Any]) -> None:
         """Replaces the service's whole status."""
         self._store.patch_status(_service_object(key), status)
+
+    async def patch_child_status(self, ref: ObjectRef, status: Mapping[str, Any]) -> None:
+        """Replaces the whole status of an object."""
+        self._store.patch_status(ObjectKey(ref.kind, ref.namespace, ref.name), status)
 
     async def emit(self, key: ServiceKey, event: Event) -> None:
         """Records an event about the service; said again, its count goes up. Nothing if the service is gone."""
@@ -200,6 +213,13 @@ class LocalCluster:
         if manifest.get("kind") != _SERVICE_KIND:
             raise ClusterError(f"kind {manifest.get('kind')} is not {_SERVICE_KIND}", retryable=False)
         return self._store.apply(manifest)
+
+    async def scale_pool(self, namespace: str, scaler: str, replicas: int) -> ApplyOutcome:
+        """Writes the number of a PoolScaler, as an autoscaler or `kubectl scale` does. Raises `ClusterError`."""
+        found = self._store.get(ObjectKey("PoolScaler", namespace, scaler))
+        if found is None:
+            raise ClusterError(f"there is no PoolScaler {scaler} yet: try again in a moment")
+        return self._store.apply({**found, "spec": {**found.get("spec", {}), "replicas": replicas}})
 
     async def delete_service(self, key: ServiceKey) -> bool:
         """Deletes a service and, in the background, all that it owns. False if there is no such service."""

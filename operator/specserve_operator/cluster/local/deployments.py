@@ -21,7 +21,7 @@ from specserve_operator.cluster.local.store import (
     matches,
     timestamp,
 )
-from specserve_operator.cluster.local.wakeups import DirtyKeys, serve
+from specserve_operator.cluster.wakeups import DirtyKeys, serve
 from specserve_operator.core.objects import Manifest
 
 TEMPLATE_HASH = "pod-template-hash"

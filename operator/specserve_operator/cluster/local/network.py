@@ -11,8 +11,8 @@ from specserve_operator.cluster.local.podspec import resolve_port
 from specserve_operator.cluster.local.podstatus import is_ready
 from specserve_operator.cluster.local.statedir import StateDir, write_atomically
 from specserve_operator.cluster.local.store import Change, ObjectKey, ObjectStore, is_being_deleted, timestamp
-from specserve_operator.cluster.local.wakeups import DirtyKeys, serve
 from specserve_operator.cluster.protocol import ClusterError
+from specserve_operator.cluster.wakeups import DirtyKeys, serve
 from specserve_operator.core.objects import Manifest
 
 _ALL = "all"

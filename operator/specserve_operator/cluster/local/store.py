@@ -122,8 +122,8 @@ class ObjectStore:
     def apply(self, obj: Manifest) -> ApplyOutcome:
         """Makes the object so: everything but `status` and the server's metadata is replaced.
 
-        That is server-side apply with one manager, which owns all fields outside `status`. Raises `ClusterError` for an
-        object without apiVersion, kind or name.
+        That is server-side apply with one manager, which owns all fields outside `status`. Only a `spec` that is left
+        out whole is somebody else's, and stays. Raises `ClusterError` for an object without apiVersion, kind or name.
         """
         desired = _without_server_fields(obj)
         key = ObjectKey.of(desired)
@@ -133,8 +133,8 @@ class ObjectStore:
             return ApplyOutcome.CREATED
         server = {k: v for k, v in current["metadata"].items() if k in _SERVER_METADATA}
         merged = {**desired, "metadata": {**desired["metadata"], **server}}
-        if "status" in current:
-            merged["status"] = current["status"]
+        for part in {"spec", "status"} & current.keys():
+            merged.setdefault(part, current[part])
         if merged == current:
             return ApplyOutcome.UNCHANGED
         if merged.get("spec") != current.get("spec"):

@@ -1,0 +1,248 @@
+"""The operator process: everything wired together, started and ended in order."""
+
+import asyncio
+import logging
+import platform
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+
+import kopf
+
+from specserve_operator.cluster.kube.client import KubeClient
+from specserve_operator.cluster.kube.cluster import KubeCluster, keep_in_step
+from specserve_operator.cluster.kube.discovery import find_crd_problem, find_kinds
+from specserve_operator.cluster.kube.events import EventRecorder
+from specserve_operator.cluster.kube.health import WatchHealth
+from specserve_operator.cluster.kube.kinds import POD_MONITOR, WATCHED, Kind
+from specserve_operator.cluster.kube.lease import Lease, run_as_leader
+from specserve_operator.cluster.kube.login import load_configuration
+from specserve_operator.cluster.protocol import ClusterError
+from specserve_operator.core.config import OperatorConfig
+from specserve_operator.core.objects import Manifest
+from specserve_operator.handlers import build_registry, kopf_settings
+from specserve_operator.issuing import Issuing, IssuingOptions
+from specserve_operator.metrics import OperatorMetrics
+from specserve_operator.probes import metrics_app, probes_app, serving
+from specserve_operator.runtime.clock import Clock, SystemClock, sleep
+from specserve_operator.runtime.collector import CollectorOptions, StatsCollector
+from specserve_operator.runtime.control_channels import ControlChannels
+from specserve_operator.runtime.reconciler import Reconciler
+
+_LOG = logging.getLogger(__name__)
+
+# Generous: a restart costs a full list of everything, and heals only what hangs for good.
+_MAX_KEY_AGE_SECONDS = 600.0
+_MAX_WATCH_LAG_SECONDS = 300.0
+_RETRY_SECONDS = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How the process is set. `namespaces`: those that are watched; none stands for the whole cluster.
+
+    `sweep_seconds`: how often everything is listed, though watches should have told of every change.
+    """
+
+    config: OperatorConfig
+    namespaces: tuple[str, ...] = ()
+    pod_name: str = platform.node()
+    pod_namespace: str = "default"
+    host: str = "0.0.0.0"
+    health_port: int = 8080
+    metrics_port: int = 9090
+    leader_election_lease: str | None = None
+    issuing: IssuingOptions | None = None
+    sweep_seconds: float = 300.0
+
+
+class Operator:
+    """The parts that live as long as the process, and how healthy they are."""
+
+    def __init__(self, client: KubeClient, options: Options, kinds: tuple[Kind, ...]) -> None:
+        self.clock: Clock = SystemClock()
+        self.metrics = OperatorMetrics()
+        self.health = WatchHealth(self.clock.time)
+        recorder = EventRecorder(client, now=self.clock.utc_now, reporter=options.pod_name)
+        self.cluster = KubeCluster(
+            client, recorder, self.health, namespaces=options.namespaces, kinds=kinds, on_apply=self.metrics.applied
+        )
+        window_seconds = options.config.stats_window_seconds
+        self.config = options.config
+        self.is_trust_changed = asyncio.Event()
+        self.issuing = None if options.issuing is None else self._make_issuing(client, options.issuing)
+        self.stats = StatsCollector(
+            self.cluster,
+            clock=self.clock,
+            options=CollectorOptions(window_seconds=window_seconds),
+            channels=ControlChannels(tls=self.issuing.tls if self.issuing else None),
+        )
+        self.reconciler = Reconciler(
+            self.cluster, options.config, self.stats, self.clock, on_reconciled=self.metrics.reconciled
+        )
+        self.is_synced = False
+        self.relisted = asyncio.Event()
+        self._show_gauges()
+
+    def _make_issuing(self, client: KubeClient, options: IssuingOptions) -> Issuing:
+        return Issuing(
+            client,
+            self.cluster.cache,
+            options,
+            now=self.clock.utc_now,
+            time=self.clock.time,
+            on_change=self.is_trust_changed.set,
+        )
+
+    async def pass_on_trust(self) -> None:
+        """Has every service's trust bundle written anew whenever other authorities are trusted. For ever."""
+        while self.issuing is not None:
+            await self.is_trust_changed.wait()
+            self.is_trust_changed.clear()
+            await self.reconciler.reconfigure(replace(self.config, trust_bundle=self.issuing.trust_bundle))
+
+    def _show_gauges(self) -> None:
+        queue, metrics = self.reconciler.queue, self.metrics
+        metrics.gauge("specserve_operator_workqueue_depth", "Services that wait for a reconcile.", lambda: len(queue))
+        metrics.gauge(
+            "specserve_operator_workqueue_oldest_key_age_seconds",
+            "How long the service that has waited longest has been due.",
+            queue.oldest_age_seconds,
+        )
+        metrics.gauge(
+            "specserve_operator_watch_age_seconds",
+            "For how long a watch has not shown what a list did; 0 while all watches are in step.",
+            self.health.behind_seconds,
+        )
+        metrics.gauge("specserve_operator_cached_objects", "Remembered objects.", lambda: len(self.cluster.cache))
+        metrics.show_conditions(self._services)
+
+    def _services(self) -> list[Manifest]:
+        manifests = (self.cluster.cache.get(ref) for ref in self.cluster.service_refs())
+        return [manifest for manifest in manifests if manifest is not None]
+
+    def on_event(self, kind: Kind, type_: str | None, obj: Manifest) -> None:
+        """Takes in what a watch has seen."""
+        self.health.on_event(kind, obj)
+        if type_ == "DELETED":
+            self.cluster.forget(kind, obj)
+        else:
+            self.cluster.observe(kind, obj)
+        if type_ is None:
+            # A watch has begun anew with a list of its own, which does not tell what was deleted in between.
+            self.relisted.set()
+
+    def check_queue(self) -> str | None:
+        """Liveness: no service waits, or is worked on, for ever."""
+        age = max(self.reconciler.queue.oldest_age_seconds(), self.reconciler.queue.longest_held_seconds())
+        return f"a service has waited {age:.0f} s for its reconcile" if age > _MAX_KEY_AGE_SECONDS else None
+
+    def check_watches(self) -> str | None:
+        """Liveness: no watch is deaf."""
+        age = self.health.behind_seconds()
+        if age <= _MAX_WATCH_LAG_SECONDS:
+            return None
+        return f"watches of {', '.join(self.health.kinds_behind())} have been silent for {age:.0f} s"
+
+    def check_synced(self) -> str | None:
+        """Readiness."""
+        return None if self.is_synced else "the cluster has not been listed yet"
+
+
+async def run(options: Options) -> None:
+    """Runs until SIGTERM or SIGINT. Raises `ClusterError` where it cannot start, or has to be started anew."""
+    configuration = await load_configuration()
+    async with KubeClient(configuration) as client:
+        kinds = await find_kinds(client, WATCHED)
+        config = replace(options.config, pod_monitors=POD_MONITOR in kinds)
+        operator = Operator(client, replace(options, config=config), kinds)
+        operator.reconciler.crd_problem = await find_crd_problem(client)
+        if operator.reconciler.crd_problem:
+            _LOG.warning("%s", operator.reconciler.crd_problem)
+        async with AsyncExitStack() as stack:
+            probes = probes_app(live=[operator.check_queue, operator.check_watches], ready=[operator.check_synced])
+            await stack.enter_async_context(serving(probes, options.host, options.health_port))
+            metrics = metrics_app(operator.metrics.render)
+            await stack.enter_async_context(serving(metrics, options.host, options.metrics_port))
+
+            await _operate(client, operator, options)
+
+
+async def _operate(client: KubeClient, operator: Operator, options: Options) -> None:
+    """Watches and reconciles until kopf ends, which it does on a signal; then the workers finish their step."""
+    stop = asyncio.Event()
+    await _list_everything(operator)
+    _LOG.info("%d services, %d objects in all", len(operator.cluster.service_refs()), len(operator.cluster.cache))
+    async with AsyncExitStack() as stack:
+        if operator.issuing is not None:
+            await operator.issuing.load()
+            await stack.enter_async_context(operator.issuing.serving())
+            await operator.reconciler.reconfigure(replace(operator.config, trust_bundle=operator.issuing.trust_bundle))
+        operator.is_synced = True
+        await _run_parts(client, operator, options, stop=stop)
+
+
+async def _list_everything(operator: Operator) -> None:
+    """Fills the cache. A kind that was just installed is refused for a moment, which is no reason to give up."""
+    while True:
+        try:
+            return await operator.cluster.sweep()
+        except ClusterError as error:
+            if not error.retryable:
+                raise
+            _LOG.warning("the cluster was not listed: %s", error)
+            await sleep(operator.clock, _RETRY_SECONDS)
+
+
+async def _run_parts(client: KubeClient, operator: Operator, options: Options, *, stop: asyncio.Event) -> None:
+    """All of them at once. One that waits for the Lease watches and gives certificates, so that it can take over."""
+    async with asyncio.TaskGroup() as group:
+        endless = [
+            group.create_task(
+                keep_in_step(operator.cluster, operator.relisted, period_seconds=options.sweep_seconds), name="sweep"
+            ),
+            group.create_task(operator.pass_on_trust(), name="trust"),
+        ]
+        if operator.issuing is not None:
+            group.create_task(operator.issuing.run(stop), name="authority")
+        group.create_task(_reconcile(client, operator, options, stop), name="reconciler")
+        registry = build_registry(operator.cluster.kinds, operator.on_event)
+        await kopf.operator(
+            registry=registry,
+            settings=kopf_settings(operator.cluster.kinds, pod_name=options.pod_name),
+            # Left to find one by itself, kopf asks for the user's name, which a pod's user has not.
+            identity=options.pod_name,  # type: ignore[arg-type]  # a str, by a name that kopf keeps to itself
+            standalone=True,
+            clusterwide=not options.namespaces,
+            namespaces=options.namespaces,
+            stop_flag=stop,
+        )
+        stop.set()
+        for task in endless:
+            task.cancel()
+
+
+async def _reconcile(client: KubeClient, operator: Operator, options: Options, stop: asyncio.Event) -> None:
+    """Alone among all operators: at once, or as soon as the Lease is ours. Raises `LeaseLostError`."""
+    if options.leader_election_lease is None:
+        await operator.reconciler.run(stop)
+        return
+    time = operator.clock.time
+    lease = Lease(
+        client,
+        namespace=options.pod_namespace,
+        name=options.leader_election_lease,
+        identity=options.pod_name,
+        time=time,
+    )
+    leading = asyncio.ensure_future(run_as_leader(lease, lambda: operator.reconciler.run(stop), time=time))
+    stopping = asyncio.ensure_future(stop.wait())
+    try:
+        await asyncio.wait([leading, stopping], return_when=asyncio.FIRST_COMPLETED)
+        if not lease.is_held:
+            leading.cancel()  # it only waits for its turn
+        await asyncio.wait([leading])
+    finally:
+        leading.cancel()
+        stopping.cancel()
+    if not leading.cancelled():
+        leading.result()

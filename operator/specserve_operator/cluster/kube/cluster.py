@@ -1,0 +1,241 @@
+"""`KubeCluster`: the `Cluster` protocol over a Kubernetes API server.
+
+Reads are answered from the cache; only writes, and a full list from time to time, are requests. The watches are
+kopf's (`handlers.py`): they call `observe` and `forget`.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from specserve_operator.cluster.kube.cache import ObjectCache, resource_version
+from specserve_operator.cluster.kube.client import ApiError, KubeClient
+from specserve_operator.cluster.kube.drift import digest_of_owned, owned_values
+from specserve_operator.cluster.kube.events import EventRecorder
+from specserve_operator.cluster.kube.health import WatchHealth
+from specserve_operator.cluster.kube.kinds import SERVICE, WATCHED, Kind, kind_of
+from specserve_operator.cluster.kube.repair import overwrite
+from specserve_operator.cluster.protocol import ApplyOutcome, ClusterError
+from specserve_operator.cluster.wakeups import DirtyKeys
+from specserve_operator.constants import FIELD_MANAGER
+from specserve_operator.core.objects import Event, Manifest, ObjectRef, ServiceKey
+
+_LOG = logging.getLogger(__name__)
+
+# Lists show objects one by one: one sweep for them all.
+_SETTLE_SECONDS = 1.0
+_INVALID = 422
+
+
+@dataclass(frozen=True, slots=True)
+class _Applied:
+    """What was last applied, and what the cluster made of it: values may come back written in another way."""
+
+    rendered: int
+    owned: int
+
+
+class KubeCluster:
+    """See the module's docstring. `namespaces`: those that are watched; none stands for the whole cluster."""
+
+    def __init__(
+        self,
+        client: KubeClient,
+        recorder: EventRecorder,
+        health: WatchHealth,
+        *,
+        namespaces: Sequence[str] = (),
+        kinds: Sequence[Kind] = WATCHED,
+        on_apply: Callable[[str, str], None] = lambda kind, outcome: None,
+    ) -> None:
+        self._client = client
+        self._recorder = recorder
+        self._health = health
+        self._scopes: tuple[str | None, ...] = tuple(namespaces) or (None,)
+        self.kinds = tuple(kinds)
+        self._on_apply = on_apply
+        self.cache = ObjectCache()
+        self._dirty: DirtyKeys[ServiceKey] = DirtyKeys()
+        self._applied: dict[ObjectRef, _Applied] = {}
+
+    # What the watches bring
+
+    def observe(self, kind: Kind, obj: Manifest) -> None:
+        """A state of an object that a watch or a list has shown."""
+        self._wake(self.cache.put(kind, obj))
+
+    def forget(self, kind: Kind, obj: Manifest) -> None:
+        """An object that a watch has seen go; `obj` is its last state."""
+        self._applied.pop(ObjectRef.of({"apiVersion": kind.api_version, "kind": kind.name} | obj), None)
+        self._wake(self.cache.discard(kind, obj))
+
+    async def sweep(self) -> None:
+        """Lists everything and brings the cache in step with it. Raises `ClusterError`.
+
+        A watch that was interrupted for long does not tell of what was deleted meanwhile, so a list must.
+        """
+        for kind in self.kinds:
+            newest = [await self._sweep(kind, scope) for scope in self._scopes]
+            self._health.on_listed(kind, max(newest))
+
+    async def _sweep(self, kind: Kind, scope: str | None) -> int:
+        """Returns the newest version of an object in the list."""
+        listed: list[ObjectRef] = []
+        newest = version = 0
+        async for page in self._client.list_all(kind, scope):
+            version = page.version
+            for obj in page.objects:
+                full = {"apiVersion": kind.api_version, "kind": kind.name} | obj
+                listed.append(ObjectRef.of(full))
+                newest = max(newest, resource_version(full))
+                self._wake(self.cache.put(kind, full))
+        self._wake(self.cache.keep_only(kind, scope, listed=listed, version=version))
+        return newest
+
+    def _wake(self, keys: set[ServiceKey]) -> None:
+        for key in keys:
+            self._dirty.add(key)
+
+    # The protocol
+
+    async def list_services(self) -> Sequence[ServiceKey]:
+        """All SpeculativeServices there are."""
+        return self.cache.services()
+
+    async def get_service(self, key: ServiceKey) -> Manifest | None:
+        """The service as last seen, `status` included; None if it is gone."""
+        return self.cache.get(_service_ref(key))
+
+    async def list_owned(self, key: ServiceKey) -> Sequence[Manifest]:
+        """Everything that carries the service's label."""
+        return self.cache.owned(key)
+
+    def service_refs(self) -> Sequence[ObjectRef]:
+        """The same as references."""
+        return self.cache.refs(SERVICE)
+
+    def changes(self, key: ServiceKey) -> int:
+        """A number that is another one whenever the service or an object of its has changed."""
+        return self.cache.changes(key)
+
+    async def apply(self, obj: Manifest, *, field_manager: str = FIELD_MANAGER) -> ApplyOutcome:
+        """Server-side apply. No request is sent for what was applied before and is still as it was then."""
+        if field_manager != FIELD_MANAGER:
+            return await self._seed(obj, field_manager)
+        ref = ObjectRef.of(obj)
+        rendered, live = hash(repr(obj)), self.cache.get(ref)
+        if live is not None and self._is_applied(ref, obj, live):
+            self._applied[ref] = _Applied(rendered, digest_of_owned(obj, live))
+            return ApplyOutcome.UNCHANGED
+        before = self.cache.version(ref)
+        try:
+            answer = await self._send(obj, is_there=live is not None)
+        except ClusterError:
+            self._on_apply(ref.kind, "refused")
+            raise
+        self._wake(self.cache.put(kind_of(ref), answer))
+        self._applied[ref] = _Applied(rendered, digest_of_owned(obj, answer))
+        outcome = _outcome(before, resource_version(answer))
+        self._on_apply(ref.kind, str(outcome))
+        return outcome
+
+    def _is_applied(self, ref: ObjectRef, obj: Manifest, live: Manifest) -> bool:
+        """True if an apply would change nothing. What an earlier process applied is known by its values alone: among
+        them is the hash of all that was rendered then."""
+        known = self._applied.get(ref)
+        if known is None:
+            return bool(owned_values(obj, live) == obj)
+        return known == _Applied(hash(repr(obj)), digest_of_owned(obj, live))
+
+    async def _send(self, obj: Manifest, *, is_there: bool) -> Manifest:
+        kind = kind_of(ObjectRef.of(obj))
+        try:
+            return await self._client.apply(kind, obj, manager=FIELD_MANAGER)
+        except ApiError as error:
+            if error.status != _INVALID or not is_there:
+                raise
+            return await overwrite(self._client, kind, obj, manager=FIELD_MANAGER)
+
+    async def _seed(self, obj: Manifest, field_manager: str) -> ApplyOutcome:
+        """Takes nothing from anybody: where a field is somebody else's already, that is how it stays."""
+        ref = ObjectRef.of(obj)
+        before = self.cache.version(ref)
+        try:
+            answer = await self._client.apply(kind_of(ref), obj, manager=field_manager, force=False)
+        except ApiError as error:
+            if error.status != 409:
+                raise
+            return ApplyOutcome.UNCHANGED
+        self._wake(self.cache.put(kind_of(ref), answer))
+        return _outcome(before, resource_version(answer))
+
+    async def delete(self, ref: ObjectRef) -> None:
+        """Deletes in the background the very object that was seen; one made anew under its name is left alone."""
+        live = self.cache.get(ref)
+        self._applied.pop(ref, None)
+        try:
+            await self._client.delete(
+                kind_of(ref), ref.namespace, ref.name, uid=live["metadata"].get("uid") if live else None
+            )
+        except ApiError as error:
+            if error.status not in (404, 409):
+                raise
+
+    async def patch_status(self, key: ServiceKey, status: Mapping[str, Any]) -> None:
+        """Replaces the service's whole status. A service that is gone, or was made anew, is no error."""
+        await self.patch_child_status(_service_ref(key), status)
+
+    async def patch_child_status(self, ref: ObjectRef, status: Mapping[str, Any]) -> None:
+        """Replaces an object's whole status. One that is gone, or was made anew, is no error."""
+        live, kind = self.cache.get(ref), kind_of(ref)
+        if live is None:
+            return
+        # With the uid, an apply cannot create what is gone, nor write over what has the same name by now.
+        meta = {"name": ref.name, "namespace": ref.namespace, "uid": live["metadata"]["uid"]}
+        body = {"apiVersion": ref.api_version, "kind": ref.kind, "metadata": meta, "status": dict(status)}
+        try:
+            answer = await self._client.apply(kind, body, manager=FIELD_MANAGER, subresource="status")
+        except ApiError as error:
+            if error.status not in (404, 409):
+                raise
+            return
+        self.cache.put(kind, answer)
+
+    async def emit(self, key: ServiceKey, event: Event) -> None:
+        """Records an event about the service. Raises `ClusterError`; nothing if the service is gone."""
+        service = self.cache.get(_service_ref(key))
+        if service is not None:
+            await self._recorder.emit(service, event)
+
+    async def watch(self) -> AsyncIterator[ServiceKey]:
+        """Keys of services that changed, or what they own has. For one reader."""
+        while True:
+            for key in await self._dirty.take():
+                yield key
+
+
+async def keep_in_step(cluster: KubeCluster, asked: asyncio.Event, *, period_seconds: float) -> None:
+    """Sweeps a moment after `asked` is set, and every `period_seconds`. For ever."""
+    while True:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(asked.wait(), period_seconds)
+            await asyncio.sleep(_SETTLE_SECONDS)
+        asked.clear()
+        try:
+            await cluster.sweep()
+        except ClusterError as error:
+            _LOG.warning("the cluster was not listed: %s", error)
+
+
+def _outcome(before: int, after: int) -> ApplyOutcome:
+    """From the resource versions; `before` is 0 for an object that was not known."""
+    if not before:
+        return ApplyOutcome.CREATED
+    return ApplyOutcome.UNCHANGED if after == before else ApplyOutcome.CONFIGURED
+
+
+def _service_ref(key: ServiceKey) -> ObjectRef:
+    return ObjectRef(SERVICE.api_version, SERVICE.name, key.namespace, key.name)
