@@ -1,0 +1,49 @@
+{{/*
+What the operator may do where services are. A Role in each watched namespace, or a ClusterRole.
+Roles: the operator makes one for each gateway, and may only hand out what it has itself: reading pods.
+*/}}
+{{- define "specserve.serviceRules" -}}
+- apiGroups: [specserve.dev]
+  resources: [speculativeservices, draftrevisions]
+  verbs: [get, list, watch]
+- apiGroups: [specserve.dev]
+  resources: [speculativeservices/status, poolscalers/status]
+  verbs: [get, patch]
+# So that children may block the deletion of their service where the API server checks that.
+- apiGroups: [specserve.dev]
+  resources: [speculativeservices/finalizers]
+  verbs: [update]
+- apiGroups: [specserve.dev]
+  resources: [poolscalers]
+  verbs: [get, list, watch, create, patch, delete]
+- apiGroups: [apps]
+  resources: [deployments, controllerrevisions]
+  verbs: [get, list, watch, create, patch, delete]
+- apiGroups: [""]
+  resources: [services, configmaps, serviceaccounts]
+  verbs: [get, list, watch, create, patch, delete]
+- apiGroups: [""]
+  resources: [pods]
+  verbs: [get, list, watch]
+- apiGroups: [""]
+  resources: [events]
+  verbs: [create, patch]
+- apiGroups: [rbac.authorization.k8s.io]
+  resources: [roles, rolebindings]
+  verbs: [get, list, watch, create, patch, delete]
+- apiGroups: [policy]
+  resources: [poddisruptionbudgets]
+  verbs: [get, list, watch, create, patch, delete]
+- apiGroups: [networking.k8s.io]
+  resources: [networkpolicies]
+  verbs: [get, list, watch, create, patch, delete]
+- apiGroups: [monitoring.coreos.com]
+  resources: [podmonitors]
+  verbs: [get, list, watch, create, patch, delete]
+{{- end }}
+
+{{- define "specserve.subjects" -}}
+- kind: ServiceAccount
+  name: {{ include "specserve.serviceAccount" . | quote }}
+  namespace: {{ .Release.Namespace | quote }}
+{{- end }}
