@@ -4,7 +4,7 @@ SHELL := /bin/bash
 BIN := .venv/bin
 PY_DIRS := operator workers tests examples bench hack
 
-.PHONY: help setup demo test e2e unit lint type generate verify lock format bench clean models
+.PHONY: help setup demo test cluster-test e2e soak unit lint type generate verify lock format bench clean models
 
 help: ## Lists the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | column -t -s $$'\t'
@@ -15,11 +15,21 @@ setup: ## Makes .venv (done by every other target too)
 demo: setup ## Serves a model on this machine, sends requests, prints what happened (MODEL=qwen: a real pair)
 	@$(BIN)/python -m examples.demo --model $(or $(MODEL),tiny)
 
-test: setup ## Unit, contract, component and engine tests
+test: setup ## Unit, contract, component, chart and engine tests
+	@hack/kube/tools/build.sh helm >/dev/null
 	@$(BIN)/python hack/test.py fast engine
 
-e2e: setup ## A whole service with real engines: failures and operations (about 6 minutes)
-	@$(BIN)/python hack/test.py e2e
+cluster-test: setup ## The operator against a real API server (the first time builds Kubernetes: 12 minutes)
+	@$(BIN)/python -m hack.kube setup --control-plane-only
+	@$(BIN)/python hack/test.py cluster
+
+e2e: cluster-test ## Whole services with real engines: on this machine, and on a Kubernetes of three nodes (needs root)
+	@$(BIN)/python -m hack.kube setup
+	@$(BIN)/python hack/test.py e2e kube
+
+soak: setup ## The long forms of the cluster tests: ten idle minutes, hundreds of random services
+	@$(BIN)/python -m hack.kube setup --control-plane-only
+	@SPECSERVE_SOAK=1 $(BIN)/python hack/test.py cluster
 
 unit: setup ## The fast half of the tests
 	@$(BIN)/pytest tests/unit tests/contract -q
@@ -28,7 +38,7 @@ lint: setup ## ruff, import layers, YAML
 	@$(BIN)/ruff check $(PY_DIRS)
 	@$(BIN)/ruff format --check $(PY_DIRS)
 	@$(BIN)/lint-imports --no-cache
-	@$(BIN)/yamllint -s examples/*.yaml crds
+	@$(BIN)/yamllint -s examples/*.yaml crds charts/specserve/values.yaml charts/specserve/Chart.yaml charts/specserve/files
 
 type: setup ## mypy, strict
 	@$(BIN)/mypy

@@ -1,0 +1,182 @@
+"""The operator has the rights that the chart gives it, needs no others, and says which one is missing."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hack.kube.errors import KubectlError
+from tests.cluster.api import Object
+from tests.cluster.operator_process import (
+    NAMESPACE,
+    OperatorOptions,
+    OperatorProcess,
+    chart_rules,
+    install_rules,
+    tracebacks,
+    user_name,
+)
+from tests.cluster.site import Site, Tenant, service
+
+pytestmark = pytest.mark.cluster
+
+# What Kubernetes grants to everybody who is somebody.
+EVERYBODY_MAY = {
+    *(("authorization.k8s.io", f"selfsubject{what}", "create") for what in ("accessreviews", "rulesreviews")),
+    ("authentication.k8s.io", "selfsubjectreviews", "create"),
+}
+
+Right = tuple[str, str, str]
+
+
+def rights(rules: list[dict[str, Any]]) -> set[Right]:
+    """API group, resource and verb of everything that rules allow for all names."""
+    return {
+        (group, resource, verb)
+        for rule in rules
+        if not rule.get("resourceNames")
+        for group in rule.get("apiGroups") or ()
+        for resource in rule.get("resources") or ()
+        for verb in rule["verbs"]
+    }
+
+
+def rights_in(site: Site, kubeconfig: Path, namespace: str) -> set[Right]:
+    """What a user may do in a namespace, as the API server sees it."""
+    review = {
+        "apiVersion": "authorization.k8s.io/v1",
+        "kind": "SelfSubjectRulesReview",
+        "spec": {"namespace": namespace},
+    }
+    path = "/apis/authorization.k8s.io/v1/selfsubjectrulesreviews"
+    text = site.control_plane.kubectl(
+        "create", "--raw", path, "-f", "-", stdin=json.dumps(review), kubeconfig=kubeconfig
+    )
+    return rights(json.loads(text)["status"]["resourceRules"]) - EVERYBODY_MAY
+
+
+def granted(documents: tuple[dict[str, Any], ...], *kinds: str) -> set[Right]:
+    return {right for document in documents if document["kind"] in kinds for right in rights(document["rules"])}
+
+
+def test_operator_may_do_what_the_chart_says_and_nothing_else(site: Site, tenant: Tenant) -> None:
+    kubeconfig = install_rules(site.control_plane)
+    everywhere = granted(chart_rules(), "ClusterRole")
+    assert rights_in(site, kubeconfig, tenant.namespace) == everywhere
+    assert rights_in(site, kubeconfig, NAMESPACE) == everywhere | granted(chart_rules(), "Role")
+    assert not {right for right in everywhere if "*" in right or right[1] == "secrets"}
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        ("get", "secrets", "-A"),
+        ("get", "secrets", "-n", NAMESPACE),
+        ("get", "secret", "other", "-n", NAMESPACE),
+        ("get", "nodes"),
+        ("get", "namespaces"),
+        ("get", "customresourcedefinitions"),
+        ("get", "clusterroles"),
+        ("delete", "pod", "any"),
+        ("create", "namespace", "mine"),
+        ("create", "token", "default"),
+        ("create", "clusterrole", "mine", "--verb=get", "--resource=pods"),
+        ("create", "role", "mine", "--verb=get", "--resource=secrets"),
+        ("delete", "spsvc", "any"),
+    ],
+    ids=" ".join,
+)
+def test_operator_is_refused_what_it_does_not_need(site: Site, request_: tuple[str, ...]) -> None:
+    kubeconfig = install_rules(site.control_plane)
+    with pytest.raises(KubectlError, match=r"\(Forbidden\)|forbidden"):
+        site.control_plane.kubectl(*request_, kubeconfig=kubeconfig)
+
+
+def test_nothing_that_a_service_needs_is_refused(site: Site, operator: OperatorProcess, tenant: Tenant) -> None:
+    tenant.apply(service())
+    tenant.wait_ready()
+    tenant.change(engine={"image": "engine:b"})
+    tenant.wait_ready()
+    tenant.change(prefill=None)
+    tenant.wait_ready()
+    tenant.delete()
+    tenant.wait(lambda: not tenant.children() and not tenant.pods(), what="everything is gone")
+    events = [e for e in site.control_plane.audit_events() if e.user == user_name() and e.namespace == tenant.namespace]
+    assert {e.verb for e in events} >= {"patch", "delete"}
+    assert [e for e in events if e.code == 403] == []
+
+
+class TestNamespacedInstall:
+    """An operator for one namespace, with Roles only."""
+
+    HOME = "namespaced-operator"
+
+    @pytest.fixture
+    def watched(self, site: Site, tenant: Tenant, no_operator: None, tmp_path: Path) -> Iterator[OperatorProcess]:
+        """An operator for the tenant's namespace alone; not running yet."""
+        kubeconfig = install_rules(site.control_plane, (tenant.namespace,), self.HOME)
+        options = OperatorOptions(namespace=self.HOME, watched=(tenant.namespace,))
+        with OperatorProcess(kubeconfig, tmp_path / "operator.log", options) as process:
+            yield process
+        site.api.delete("namespaces", None, self.HOME)
+        site.mirror.wait_until(
+            lambda: site.api.get("namespaces", None, self.HOME) is None,
+            what="its namespace is gone",
+            timeout_seconds=60,
+        )
+
+    def test_it_serves_its_namespace_and_leaves_others_alone(
+        self, site: Site, tenant: Tenant, watched: OperatorProcess
+    ) -> None:
+        assert {d["kind"] for d in chart_rules((tenant.namespace,), self.HOME)} == {"Role", "RoleBinding"}
+        other = site.new_namespace(f"{tenant.namespace}-other"[-60:].strip("-"))
+        other.apply(service())
+        watched.start()
+        tenant.apply(service())
+        tenant.wait_ready()
+        tenant.change(engine={"image": "engine:b"})
+        tenant.wait_ready()
+        assert other.children() == {}
+        assert other.status() == {}
+        events = [e for e in site.control_plane.audit_events() if e.user == user_name(self.HOME) and e.resource]
+        assert {e.namespace for e in events} == {tenant.namespace}
+        assert [e for e in events if e.code == 403] == []
+        site.api.delete("namespaces", None, other.namespace)
+
+    def test_missing_permission_is_named_in_the_status_and_disturbs_no_other_service(
+        self, site: Site, tenant: Tenant, watched: OperatorProcess
+    ) -> None:
+        change_rule(site, tenant, "poddisruptionbudgets", ["get", "list", "watch"])
+        watched.start()
+        tenant.apply(service("with", decode={"replicas": 2}))
+        tenant.apply(service("without", decode={"replicas": 1}))
+        tenant.wait_ready("without")
+        ready = tenant.wait_reason("ApplyFailed", name="with")
+        assert 'cannot patch resource "poddisruptionbudgets" in API group "policy"' in ready["message"]
+        tenant.wait(lambda: tenant.events("ApplyFailed", "with"), what="there is an event ApplyFailed")
+        assert len(tenant.ready_pods("decode")) == 3
+        assert 'cannot patch resource "poddisruptionbudgets"' in watched.log()
+
+        change_rule(site, tenant, "poddisruptionbudgets", ["get", "list", "watch", "create", "patch", "delete"])
+        tenant.change("with", gateway={"port": 81})
+        tenant.wait_ready("with")
+        assert list(tracebacks(watched.log())) == []
+
+    def test_operator_that_may_not_read_ends_and_says_what_it_may_not(
+        self, site: Site, tenant: Tenant, watched: OperatorProcess
+    ) -> None:
+        change_rule(site, tenant, "networkpolicies", ["create", "patch"])
+        watched.start(wait=False)
+        assert watched.wait_ended() == 1
+        assert 'cannot list resource "networkpolicies" in API group "networking.k8s.io"' in watched.log()
+        assert list(tracebacks(watched.log())) == []
+
+
+def change_rule(site: Site, tenant: Tenant, resource: str, verbs: list[str]) -> None:
+    """Gives the namespaced operator other rights on a resource."""
+    role: Object | None = site.api.get("roles", tenant.namespace, "specserve-operator")
+    assert role is not None
+    rules = [rule | {"verbs": verbs} if resource in rule["resources"] else rule for rule in role["rules"]]
+    site.api.patch("roles", tenant.namespace, "specserve-operator", {"rules": rules})
