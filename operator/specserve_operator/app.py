@@ -178,7 +178,17 @@ async def _operate(client: KubeClient, operator: Operator, options: Options) -> 
             await stack.enter_async_context(operator.issuing.serving())
             await operator.reconciler.reconfigure(replace(operator.config, trust_bundle=operator.issuing.trust_bundle))
         operator.is_synced = True
-        await _run_parts(client, operator, options, stop=stop)
+        try:
+            await _run_parts(client, operator, options, stop=stop)
+        except BaseExceptionGroup as group:
+            raise _first_cause(group) from group
+
+
+def _first_cause(error: BaseException) -> BaseException:
+    """What ended the first of the parts; the others were only cancelled."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
 
 
 async def _list_everything(operator: Operator) -> None:

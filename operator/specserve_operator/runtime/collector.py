@@ -5,7 +5,6 @@ not answer shows no measurements. So a pod that fails to answer costs one log li
 """
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -287,8 +286,7 @@ class StatsCollector:
         finally:
             for wait in waits:
                 wait.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.gather(*waits, return_exceptions=True)
+            await asyncio.gather(*waits, return_exceptions=True)
 
 
 def _is_leftover(pod: Manifest, service: Manifest) -> bool:

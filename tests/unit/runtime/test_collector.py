@@ -3,6 +3,8 @@
 import asyncio
 from unittest.mock import AsyncMock
 
+import pytest
+
 from specserve_operator.constants import LABEL_POOL, LABEL_REVISION, LABEL_SERVICE
 from specserve_operator.core.objects import ObjectRef, ServiceKey
 from specserve_operator.runtime.collector import CollectorOptions, StatsCollector
@@ -391,3 +393,19 @@ async def test_connections_are_kept_to_few_pods_and_not_to_many() -> None:
     world.pod("c", "10.0.0.3")
     await world.collector.poll()
     assert world.channels.kept == set()
+
+
+@pytest.mark.parametrize("steps", range(12))
+async def test_collecting_ends_when_it_is_cancelled_at_any_moment(steps: int) -> None:
+    world = World()
+    world.pod("d", "10.0.0.1")
+    running = asyncio.create_task(world.collector.run(asyncio.Event(), wake=lambda key: None))
+    await settle()
+    world.clock.advance(2.0)
+    for _ in range(steps):
+        await asyncio.sleep(0)
+
+    running.cancel()
+    await settle()
+
+    assert running.cancelled()

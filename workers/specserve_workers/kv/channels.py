@@ -112,6 +112,9 @@ class ChannelPool:
             # Channels that share a connection share its back-off too, which `_drop` is to escape.
             ("grpc.use_local_subchannel_pool", 1),
             ("grpc.enable_http_proxy", 0),
+            # gRPC repeats a call whose connection was shut down under it; where it then finds nobody, it may never
+            # complete it.
+            ("grpc.enable_retries", 0),
         ]
         if tls is None:
             return grpc.insecure_channel(address, options=options)

@@ -207,18 +207,19 @@ class KvClient:
                 if message is None or message.WhichOneof("part") != "chunk":
                     raise ProtocolError(f"{order.address}: ended in layer {layer.name}, block {offset}")
                 chunk = message.chunk
-                count, rest = divmod(len(chunk.data), layer.block_bytes)
+                data = chunk.data  # a copy each time it is asked for
+                count, rest = divmod(len(data), layer.block_bytes)
                 if (
                     (chunk.layer_index, chunk.block_offset) != (layer_index, offset)
                     or rest
                     or not 1 <= count <= len(order.block_ids) - offset
                 ):
                     raise ProtocolError(f"{order.address}: chunk out of order in layer {layer.name}")
-                if zlib.crc32(chunk.data) != chunk.crc32:
+                if zlib.crc32(data) != chunk.crc32:
                     raise ChecksumError(f"{order.address}: damaged chunk in layer {layer.name}, block {offset}")
-                self._blocks.scatter(layer_index, order.block_ids[offset : offset + count], chunk.data)
+                self._blocks.scatter(layer_index, order.block_ids[offset : offset + count], data)
                 offset += count
-                received_bytes += len(chunk.data)
+                received_bytes += len(data)
         if next(messages, None) is not None:
             raise ProtocolError(f"{order.address}: more than was asked for")
         return received_bytes

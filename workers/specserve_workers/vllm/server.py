@@ -392,5 +392,4 @@ async def _background(work: Coroutine[Any, Any, Any]) -> AsyncIterator[asyncio.T
         yield task
     finally:
         task.cancel()
-        with suppress(asyncio.CancelledError):
-            await asyncio.wait({task})
+        await asyncio.wait({task})
