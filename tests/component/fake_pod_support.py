@@ -1,5 +1,6 @@
 """Fake pods that the tests of a module share, and waits for their statistics."""
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ PROMPT = (
 )
 PEERS = "peers-of-fake"
 DRAFT = ("--draft-method", "DraftModel", "--draft-model", "org/draft", "--max-draft-tokens", "4")
+# Longer than the engine's own numbers take to follow.
+_SETTLE_SECONDS = 1.2
 BLOCKS = ("--block-size", "16", "--some-flag-of-an-engine", "value")
 
 
@@ -59,6 +62,22 @@ def running_service(folder: Path) -> Iterator[Service]:
 def fallbacks(stats: pb.GetStatsResponse) -> dict[str, int]:
     """Prompts that were prefilled locally, by cause."""
     return {entry.cause: entry.count for entry in stats.kv_transfer.fallbacks}
+
+
+def settled_stats(pod: FakePod) -> pb.GetStatsResponse:
+    """Statistics that have stopped to move: the engine's own numbers of earlier requests have followed."""
+
+    def read() -> pb.GetStatsResponse:
+        stats = pod.stats()
+        stats.ClearField("uptime_seconds")
+        return stats
+
+    last = read()
+    while True:
+        time.sleep(_SETTLE_SECONDS)
+        if (now := read()) == last:
+            return now
+        last = now
 
 
 def stats_when(pod: FakePod, condition: Callable[[pb.GetStatsResponse], object]) -> pb.GetStatsResponse:

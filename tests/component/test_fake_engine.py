@@ -16,7 +16,16 @@ from specserve_operator.core.plan import plan
 from specserve_operator.identity.names import PodId
 from specserve_operator.render import render
 from specserve_protos.v1alpha1 import control_pb2 as pb
-from tests.component.fake_pod_support import BLOCKS, PEERS, PROMPT, Service, fallbacks, running_service, stats_when
+from tests.component.fake_pod_support import (
+    BLOCKS,
+    PEERS,
+    PROMPT,
+    Service,
+    fallbacks,
+    running_service,
+    settled_stats,
+    stats_when,
+)
 from tests.fakes.engine.image import INSTALLED, lay_out
 from tests.fakes.engine.process import FakePod, eventually
 from tests.unit.core.builders import disaggregated, make_snapshot
@@ -231,7 +240,7 @@ def test_clients_that_leave_end_their_request(service: Service) -> None:
 
 
 def test_statistics_of_a_disaggregated_request_move_on_both_pods(service: Service) -> None:
-    prefill, decode = service.prefill.stats(), service.decode.stats()
+    prefill, decode = settled_stats(service.prefill), settled_stats(service.decode)
     served, loaded = prefill.kv_transfer, decode.kv_transfer
     answer = service.decode.complete(PROMPT, max_tokens=12)
     now = stats_when(service.decode, lambda now: now.kv_transfer.remote_prefills > loaded.remote_prefills)

@@ -13,7 +13,16 @@ import grpc
 import psutil
 import pytest
 
-from tests.component.fake_pod_support import BLOCKS, PEERS, PROMPT, Service, fallbacks, running_service, stats_when
+from tests.component.fake_pod_support import (
+    BLOCKS,
+    PEERS,
+    PROMPT,
+    Service,
+    fallbacks,
+    running_service,
+    settled_stats,
+    stats_when,
+)
 from tests.fakes.engine.process import FakePod, eventually
 
 
@@ -115,7 +124,7 @@ def test_faults_of_the_prefill_pod_are_made_up_for_and_counted(
 ) -> None:
     expected = service.aggregated.text(PROMPT, max_tokens=6)
     service.prefill.steer(**fault)
-    before = service.decode.stats()
+    before = settled_stats(service.decode)
     assert service.decode.text(PROMPT, max_tokens=6) == expected
     count = fallbacks(before).get(cause, 0) + 1
     after = stats_when(service.decode, lambda now: fallbacks(now).get(cause, 0) == count)
@@ -124,7 +133,7 @@ def test_faults_of_the_prefill_pod_are_made_up_for_and_counted(
 
 def test_slow_kv_within_its_limit_is_only_slow(service: Service) -> None:
     service.prefill.steer(kv_delay_ms=100)
-    before = service.decode.stats()
+    before = settled_stats(service.decode)
     began = time.monotonic()
     service.decode.text(PROMPT, max_tokens=1)
     assert time.monotonic() - began >= 0.2  # a chunk for each of two layers
@@ -152,7 +161,7 @@ def test_request_fails_without_its_blocks_where_the_pod_is_told_so(service: Serv
 def test_clients_that_leave_while_blocks_are_on_their_way_leave_nothing_behind(service: Service) -> None:
     service.prefill.steer(kv_delay_ms=250)
     pod = service.decode
-    before = pod.stats()
+    before = settled_stats(pod)
     body = {"model": "fake", "prompt": PROMPT, "max_tokens": 4}
     assert pod.post("/v1/completions", body, timeout_seconds=0.3)[0] == 0
     after = stats_when(pod, lambda now: now.requests.cancelled > before.requests.cancelled)
