@@ -4,7 +4,7 @@ SHELL := /bin/bash
 BIN := .venv/bin
 PY_DIRS := operator workers tests examples bench hack
 
-.PHONY: help setup demo test cluster-test e2e soak unit lint type generate verify lock format bench clean models
+.PHONY: help setup demo test cluster-test e2e local-e2e soak unit lint type generate verify lock format bench clean models
 
 help: ## Lists the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | column -t -s $$'\t'
@@ -23,9 +23,12 @@ cluster-test: setup ## The operator against a real API server (the first time bu
 	@$(BIN)/python -m hack.kube setup --control-plane-only
 	@$(BIN)/python hack/test.py cluster
 
-e2e: cluster-test ## Whole services with real engines: on this machine, and on a Kubernetes of three nodes (needs root)
+e2e: local-e2e cluster-test ## Whole services with real engines: on this machine, and on a Kubernetes of three nodes (needs root)
 	@$(BIN)/python -m hack.kube setup
-	@$(BIN)/python hack/test.py e2e kube
+	@$(BIN)/python hack/test.py kube
+
+local-e2e: setup ## The part of it on this machine, as processes (about 6 minutes)
+	@$(BIN)/python hack/test.py e2e
 
 soak: setup ## The long forms of the cluster tests: ten idle minutes, hundreds of random services
 	@$(BIN)/python -m hack.kube setup --control-plane-only

@@ -25,13 +25,10 @@ NAMESPACE = "specserve-system"
 ACCOUNT = "specserve-operator"
 ENGINE_IMAGE, GATEWAY_IMAGE = "engine:1", "gateway:1"
 
-# Said in one place, since it is about to change: pods of a service that moves KV caches need certificates, which only
-# a running identity service hands out.
-KV_TRANSFER = {"tls": "Disabled"}
-
 START_SECONDS = 60.0
 STOP_SECONDS = 40.0
-_RULES = ("templates/rbac/operator.yaml", "templates/rbac/own-namespace.yaml")
+_RULES = ("rbac/operator.yaml", "rbac/own-namespace.yaml")
+_OWN_OBJECTS = ("serviceaccount.yaml", "identity-secret.yaml")
 _HTTP_SECONDS = 5.0
 
 
@@ -41,24 +38,34 @@ def user_name(namespace: str = NAMESPACE, account: str = ACCOUNT) -> str:
 
 
 @functools.cache
-def chart_rules(watched: tuple[str, ...] = (), namespace: str = NAMESPACE) -> tuple[dict[str, Any], ...]:
-    """The roles and bindings that the chart gives to an operator in `namespace`, for the whole cluster or a part."""
+def chart_documents(
+    templates: tuple[str, ...], watched: tuple[str, ...] = (), namespace: str = NAMESPACE
+) -> tuple[dict[str, Any], ...]:
+    """Objects that the chart makes from `templates` when it is installed in `namespace`."""
     values = ["--set", f"watch.namespaces={{{','.join(watched)}}}"] if watched else []
-    shown = [part for template in _RULES for part in ("--show-only", template)]
+    shown = [part for template in templates for part in ("--show-only", f"templates/{template}")]
     command = [built("helm"), "template", "specserve", str(CHART), "--namespace", namespace, "--kube-version=1.34.0"]
     done = subprocess.run([*command, *shown, *values], capture_output=True, text=True, check=True, env=environment())
     return tuple(document for document in yaml.safe_load_all(done.stdout) if document)
 
 
+def chart_rules(watched: tuple[str, ...] = (), namespace: str = NAMESPACE) -> tuple[dict[str, Any], ...]:
+    """The roles and bindings that the chart gives to an operator in `namespace`, for the whole cluster or a part."""
+    return chart_documents(_RULES, watched, namespace)
+
+
+def chart_flags(watched: tuple[str, ...] = (), namespace: str = NAMESPACE) -> list[str]:
+    """The command line with which the chart starts the operator."""
+    (deployment,) = chart_documents(("deployment.yaml",), watched, namespace)
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    return list(container["args"])
+
+
 def install_rules(access: Access, watched: Sequence[str] = (), namespace: str = NAMESPACE) -> Path:
-    """Makes an operator's namespace, account, roles and bindings. Returns a kubeconfig of the account."""
-    account = {
-        "apiVersion": "v1",
-        "kind": "ServiceAccount",
-        "metadata": {"name": ACCOUNT, "namespace": namespace},
-    }
+    """Makes what the chart makes for an operator, but for the process. Returns a kubeconfig of its account."""
     home = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": namespace}}
-    text = yaml.safe_dump_all([home, account, *chart_rules(tuple(watched), namespace)])
+    own = chart_documents(_OWN_OBJECTS, tuple(watched), namespace)
+    text = yaml.safe_dump_all([home, *own, *chart_rules(tuple(watched), namespace)])
     access.kubectl("apply", "--server-side", "--force-conflicts", "-f", "-", stdin=text)
     groups = ["system:serviceaccounts", f"system:serviceaccounts:{namespace}", "system:authenticated"]
     return access.kubeconfig_for(user_name(namespace), groups)
@@ -77,7 +84,9 @@ class OperatorOptions:
     more: tuple[str, ...] = ()
 
     def flags(self, *, health_port: int, metrics_port: int, identity_port: int) -> list[str]:
+        """Those of the chart, and what is different here: of a flag that is given twice, the last counts."""
         flags = [
+            *chart_flags(self.watched, self.namespace),
             *("--default-engine-image", self.engine_image),
             *("--gateway-image", self.gateway_image),
             *("--health-port", str(health_port)),
@@ -85,8 +94,6 @@ class OperatorOptions:
             *("--identity-port", str(identity_port)),
             *("--log-format", "text"),
         ]
-        for namespace in self.watched:
-            flags += ["--watch-namespace", namespace]
         return flags + (["--leader-election"] if self.leader_election else []) + list(self.more)
 
 

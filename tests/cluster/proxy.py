@@ -16,8 +16,8 @@ class Proxy:
     def __init__(self, address: str, background: BackgroundLoop) -> None:
         self._address = address
         self._background = background
-        self._flows = asyncio.Event()
-        self._flows.set()
+        self._flow = _open_flow()
+        self._stranded: list[asyncio.Event] = []
         self._connections: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
         self._port = 0
@@ -38,11 +38,18 @@ class Proxy:
 
     def freeze(self) -> None:
         """Connections stay, new ones are accepted, and no byte goes through."""
-        self._background.loop.call_soon_threadsafe(self._flows.clear)
+        self._background.loop.call_soon_threadsafe(self._flow.clear)
+
+    def strand(self) -> None:
+        """Connections that there are fall silent and stay; new ones work."""
+        self._stranded.append(self._flow)
+        self._background.loop.call_soon_threadsafe(self._flow.clear)
+        self._flow = _open_flow()
 
     def thaw(self) -> None:
         """What was held back goes through, and all else."""
-        self._background.loop.call_soon_threadsafe(self._flows.set)
+        for flow in (self._flow, *self._stranded):
+            self._background.loop.call_soon_threadsafe(flow.set)
 
     def cut(self) -> None:
         """All connections break, new ones are refused; what was held back is lost."""
@@ -50,7 +57,7 @@ class Proxy:
 
     def mend(self) -> None:
         """Takes connections again, after `cut`."""
-        self._flows.set()
+        self._flow = _open_flow()
         self._background.run(self._listen())
 
     async def _listen(self) -> None:
@@ -69,10 +76,10 @@ class Proxy:
         task = asyncio.current_task()
         assert task is not None
         self._connections.add(task)
-        upstream_writer = None
+        flow, upstream_writer = self._flow, None
         try:
             upstream_reader, upstream_writer = await asyncio.open_connection(self._address, API_SERVER_PORT)
-            await asyncio.gather(self._pump(reader, upstream_writer), self._pump(upstream_reader, writer))
+            await asyncio.gather(_pump(reader, upstream_writer, flow), _pump(upstream_reader, writer, flow))
         except (OSError, asyncio.CancelledError):
             pass  # one side has gone, or the connection was cut: so does the other
         finally:
@@ -81,9 +88,16 @@ class Proxy:
                 if opened is not None:
                     opened.transport.abort()
 
-    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while chunk := await reader.read(_CHUNK_BYTES):
-            await self._flows.wait()
-            writer.write(chunk)
-            await writer.drain()
-        raise ConnectionResetError
+
+async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, flow: asyncio.Event) -> None:
+    while chunk := await reader.read(_CHUNK_BYTES):
+        await flow.wait()
+        writer.write(chunk)
+        await writer.drain()
+    raise ConnectionResetError
+
+
+def _open_flow() -> asyncio.Event:
+    flow = asyncio.Event()
+    flow.set()
+    return flow

@@ -1,7 +1,7 @@
 """A cluster with an operator, and a namespace in it: what most tests of the operator stand on."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -10,7 +10,7 @@ from hack.kube.control_plane import ControlPlane
 from tests.cluster.api import Api, BackgroundLoop, Object, RefusedError
 from tests.cluster.fake_kubelet import POOL_LABEL, REVISION_LABEL, Behaviour, FakeKubelet
 from tests.cluster.mirror import Change, Mirror, condition_of, is_ready_pod
-from tests.cluster.operator_process import KV_TRANSFER, OperatorOptions, OperatorProcess, install_rules, user_name
+from tests.cluster.operator_process import OperatorOptions, OperatorProcess, install_rules, user_name
 from tests.cluster.proxy import Proxy
 from tests.cluster.writes import WriteLog
 
@@ -78,7 +78,6 @@ def service(name: str = "coder", **spec: Any) -> Object:
     """A small disaggregated service: one prefill pod, two decode pods. `spec` replaces whole fields."""
     fields = {
         "model": {"uri": "file:///models/target"},
-        "kvTransfer": KV_TRANSFER,
         "prefill": {"replicas": 1},
         "decode": {"replicas": 2},
     } | spec
@@ -223,6 +222,28 @@ class Tenant:
         for event in self.mirror.find("events", self.namespace)[-20:]:
             lines.append(f"event {event['involvedObject'].get('name')}: {event['reason']}: {event['message'][:200]}")
         return "\n".join(lines)
+
+
+def content_of(obj: Object | None) -> Object:
+    """An object without what the cluster counts and reports; empty if there is none."""
+    if obj is None:
+        return {}
+    volatile = ("creationTimestamp", "generation", "managedFields", "resourceVersion", "uid")
+    metadata = {key: value for key, value in obj["metadata"].items() if key not in volatile}
+    annotations = metadata.get("annotations") or {}
+    metadata["annotations"] = {k: v for k, v in annotations.items() if not k.startswith("deployment.kubernetes.io/")}
+    rest = {key: value for key, value in obj.items() if key not in ("metadata", "status", "apiVersion", "kind")}
+    spec = {k: v for k, v in (rest.pop("spec", None) or {}).items() if k not in ("clusterIP", "clusterIPs")}
+    return {"metadata": metadata, "spec": spec, **rest}
+
+
+def difference(wanted: Any, found: Any, path: str = "") -> Iterator[str]:
+    """One line for each field that is not as wanted."""
+    if isinstance(wanted, dict) and isinstance(found, dict):
+        for key in sorted(wanted.keys() | found.keys()):
+            yield from difference(wanted.get(key), found.get(key), f"{path}.{key}")
+    elif wanted != found:
+        yield f"{path}: {found!r} instead of {wanted!r}"
 
 
 def revision_of(obj: Object) -> str:

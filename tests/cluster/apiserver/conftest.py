@@ -1,7 +1,7 @@
 """One cluster, one operator process and one fake kubelet for all tests here; each test has a namespace of its own."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from uuid import uuid4
 
@@ -54,7 +54,8 @@ def record_seconds(request: pytest.FixtureRequest) -> Callable[[float], None]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.stash[_SECONDS] = []
+    measured: list[tuple[str, float]] = []
+    config.stash[_SECONDS] = measured
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
@@ -66,12 +67,12 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Shows the end of the operator's log with a test that failed."""
     report = yield
     if report.failed:
-        logs = {_log_of(value) for value in getattr(item, "funcargs", {}).values()} - {None}
-        for log in logs:
+        logs = [_log_of(value) for value in getattr(item, "funcargs", {}).values()]
+        for log in {log for log in logs if log is not None}:
             text = log.read_text(errors="replace") if log.exists() else ""
             report.sections.append((f"operator log {log}", text[-_SHOWN_CHARACTERS:]))
     return report

@@ -19,7 +19,13 @@ _MODEL_URIS = (
 )
 _DRAFT_URIS = ("hf://org/draft", "file:///models/draft", "pvc://claim/draft", "s3://bucket/draft")
 _IMAGES = ("engine:1", "engine:2", "registry.test/team/engine@sha256:" + "0" * 64, "x")
-_ARGS = (["--seed", "1"], ["--max-model-len", "8192"], ["--dtype=float32"], ["", "-", "--", "ü"], [])
+_ARGS: tuple[list[str], ...] = (
+    ["--seed", "1"],
+    ["--max-model-len", "8192"],
+    ["--dtype=float32"],
+    ["", "-", "--", "ü"],
+    [],
+)
 
 # Parts of pod templates that the schema lets pass, right and wrong ones.
 _TAME_TEMPLATES: tuple[Any, ...] = (

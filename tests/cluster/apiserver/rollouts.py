@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from tests.cluster.api import Object
 from tests.cluster.fake_kubelet import POOL_LABEL
@@ -75,7 +76,7 @@ def lonely_decode_targets(tenant: Tenant, since: int) -> set[str]:
     }
 
 
-def start(tenant: Tenant, **spec: object) -> int:
+def start(tenant: Tenant, **spec: Any) -> int:
     """Applies a service, waits until it is ready, and returns the number of the next change."""
     tenant.apply(service(**spec))
     tenant.wait_ready()

@@ -136,13 +136,14 @@ def _walk(definition: ResourceDefinition, schema: Mapping[str, Any], path: Path)
         if "maxItems" in schema:
             entry = _value_at(definition.kind, path)[0]
             yield Break(definition.kind, path, "breaks maxItems", [entry] * (schema["maxItems"] + 1))
+    if not _is_given(definition.kind, path):
+        return
     for name in schema.get("required", ()):
         yield Break(definition.kind, (*path, name), "is missing", None)
     if schema["type"] == "object" and not schema.get("x-kubernetes-preserve-unknown-fields"):
         yield Break(definition.kind, (*path, "nonsense"), "is unknown", 1)
     for step, child in _children(schema):
-        if _is_given(definition.kind, (*path, step)[:-1]):
-            yield from _walk(definition, child, (*path, step))
+        yield from _walk(definition, child, (*path, step))
 
 
 def _leaves(schema: Mapping[str, Any], path: Path) -> Iterator[tuple[Path, Mapping[str, Any]]]:

@@ -8,6 +8,9 @@ from tests.cluster.writes import summary
 
 pytestmark = pytest.mark.cluster
 
+# What goes with its namespace goes in no order, and may be missed for a moment; but nobody is to fight for it.
+MOST_WRITES = 200
+
 
 def wait_gone(tenant: Tenant, name: str = "coder") -> None:
     """Returns when the service and all its objects and pods are gone."""
@@ -73,6 +76,7 @@ def test_namespace_can_be_deleted_while_the_operator_works(
     other.apply(service())
     other.apply(service("busy", decode={"replicas": 3}))
     other.wait_ready()
+    mark = site.writes.mark()
     site.api.delete("namespaces", None, other.namespace)
     site.mirror.wait_until(
         lambda: site.api.get("namespaces", None, other.namespace) is None,
@@ -80,6 +84,7 @@ def test_namespace_can_be_deleted_while_the_operator_works(
         timeout_seconds=LONG_SECONDS,
         show=other.describe,
     )
+    assert len(site.writes.since(mark, namespace=other.namespace)) < MOST_WRITES
     assert operator.is_running
     assert list(tracebacks(operator.log())) == []
 
@@ -87,6 +92,7 @@ def test_namespace_can_be_deleted_while_the_operator_works(
 def test_service_made_anew_under_its_name_gets_objects_of_its_own(operator: OperatorProcess, tenant: Tenant) -> None:
     tenant.apply(service())
     old = tenant.wait_ready()
+    names = set(tenant.children())
     tenant.delete()
     tenant.apply(service())
 
@@ -98,7 +104,7 @@ def test_service_made_anew_under_its_name_gets_objects_of_its_own(operator: Oper
     assert new["metadata"]["uid"] != old["metadata"]["uid"]
     tenant.wait(lambda: owners() == {new["metadata"]["uid"]}, what="all objects belong to the new service")
     tenant.wait_ready()
-    assert len(tenant.children()) == 14
+    assert set(tenant.children()) == names
 
 
 def test_service_that_is_deleted_before_it_is_ready_leaves_nothing(

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
 from uuid import uuid4
 
 import pytest
@@ -10,7 +9,7 @@ import pytest
 from tests.cluster.api import Object
 from tests.cluster.mirror import ConditionNotMetError
 from tests.cluster.operator_process import OperatorProcess
-from tests.cluster.site import Site, Tenant, service
+from tests.cluster.site import Site, Tenant, content_of, difference, service
 from tests.cluster.writes import summary
 
 pytestmark = pytest.mark.cluster
@@ -42,28 +41,6 @@ def _undisturbed(operator: OperatorProcess, running: Tenant) -> None:
         running.wait(lambda: not running.children() and not running.pods(), what="the broken service is gone")
         running.apply(service())
         running.wait_ready()
-
-
-def content(obj: Object | None) -> Object:
-    """An object without what the cluster counts and reports."""
-    if obj is None:
-        return {}
-    volatile = ("creationTimestamp", "generation", "managedFields", "resourceVersion", "uid")
-    metadata = {key: value for key, value in obj["metadata"].items() if key not in volatile}
-    annotations = metadata.get("annotations") or {}
-    metadata["annotations"] = {k: v for k, v in annotations.items() if not k.startswith("deployment.kubernetes.io/")}
-    rest = {key: value for key, value in obj.items() if key not in ("metadata", "status", "apiVersion", "kind")}
-    spec = {k: v for k, v in (rest.pop("spec", None) or {}).items() if k not in ("clusterIP", "clusterIPs")}
-    return {"metadata": metadata, "spec": spec, **rest}
-
-
-def difference(wanted: Any, found: Any, path: str = "") -> Iterator[str]:
-    """One line for each field that is not as wanted."""
-    if isinstance(wanted, dict) and isinstance(found, dict):
-        for key in sorted(wanted.keys() | found.keys()):
-            yield from difference(wanted.get(key), found.get(key), f"{path}.{key}")
-    elif wanted != found:
-        yield f"{path}: {found!r} instead of {wanted!r}"
 
 
 def edit_deployment(pool: str, patch: Object) -> Edit:
@@ -100,6 +77,14 @@ def set_volume(tenant: Tenant) -> tuple[str, str]:
     return "deployments", name
 
 
+def set_trust(tenant: Tenant) -> tuple[str, str]:
+    """Another certificate authority."""
+    trust = tenant.mirror.get("configmaps", tenant.namespace, "coder-trust")
+    assert trust is not None
+    tenant.api.patch("configmaps", tenant.namespace, "coder-trust", {"data": dict.fromkeys(trust["data"], "another")})
+    return "configmaps", "coder-trust"
+
+
 def edit_named(plural: str, name: str, patch: Object) -> Edit:
     def edit(tenant: Tenant) -> tuple[str, str]:
         tenant.api.patch(plural, tenant.namespace, name, patch)
@@ -132,6 +117,7 @@ EDITS: dict[str, Edit] = {
         "services", "coder-gateway", {"spec": {"selector": {"specserve.dev/pool": "x"}}}
     ),
     "data of a ConfigMap": edit_named("configmaps", "coder-runtime", {"data": {"state.json": "{}"}}),
+    "trust bundle": set_trust,
     "rule of a Role": edit_named("roles", "coder-gateway", {"rules": [FOREIGN_RULE]}),
     "subject of a RoleBinding": edit_named(
         "rolebindings", "coder-gateway", {"subjects": [{"kind": "User", "name": "eve", "apiGroup": RBAC}]}
@@ -151,11 +137,11 @@ EDITS: dict[str, Edit] = {
 
 @pytest.mark.parametrize("what", EDITS)
 def test_changed_field_is_put_right(running: Tenant, what: str, record_seconds: Callable[[float], None]) -> None:
-    before = {where: content(child) for where, child in running.children().items()}
+    before = {where: content_of(child) for where, child in running.children().items()}
     plural, name = EDITS[what](running)
 
     def differences() -> list[str]:
-        return list(difference(before[plural, name], content(running.mirror.get(plural, running.namespace, name))))
+        return list(difference(before[plural, name], content_of(running.mirror.get(plural, running.namespace, name))))
 
     began = time.monotonic()
     running.mirror.wait_until(
@@ -173,14 +159,14 @@ def test_changed_field_is_put_right(running: Tenant, what: str, record_seconds: 
     ],
 )
 def test_deleted_objects_are_made_again(running: Tenant, plural: str, record_seconds: Callable[[float], None]) -> None:
-    before = {name: content(child) for (kind, name), child in running.children().items() if kind == plural}
+    before = {name: content_of(child) for (kind, name), child in running.children().items() if kind == plural}
     assert before
     for name in before:
         running.api.delete(plural, running.namespace, name)
     began = time.monotonic()
 
     def are_back() -> bool:
-        now = {name: content(child) for (kind, name), child in running.children().items() if kind == plural}
+        now = {name: content_of(child) for (kind, name), child in running.children().items() if kind == plural}
         return now == before
 
     running.wait(are_back, what=f"all {plural} are there again")

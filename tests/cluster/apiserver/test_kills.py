@@ -12,7 +12,7 @@ from tests.cluster.site import Site, Tenant, service
 pytestmark = pytest.mark.cluster
 
 # After how many writes of a rollout the operator is killed. A whole rollout takes about thirty.
-KILLS = range(1, 31) if os.environ.get("SPECSERVE_SOAK") else (1, 3, 6, 10, 16)
+KILLS = range(1, 31) if os.environ.get("SPECSERVE_SOAK") else (1, 4, 9, 15)
 _ROLLOUT_SECONDS = 120.0
 
 
@@ -39,7 +39,7 @@ def test_rollout_goes_on_after_the_operator_was_killed_at_any_step(
     assert list(tracebacks(operator.log())) == []
 
 
-@pytest.mark.parametrize("kill", range(1, 14) if os.environ.get("SPECSERVE_SOAK") else (2, 7, 12))
+@pytest.mark.parametrize("kill", range(1, 14) if os.environ.get("SPECSERVE_SOAK") else (3, 10))
 def test_new_service_is_completed_by_the_next_operator(
     site: Site, operator: OperatorProcess, tenant: Tenant, kill: int
 ) -> None:

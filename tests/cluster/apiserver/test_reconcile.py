@@ -5,7 +5,9 @@ import pytest
 from tests.cluster.fake_kubelet import Behaviour, Outcome
 from tests.cluster.mirror import condition_of
 from tests.cluster.operator_process import ENGINE_IMAGE, GATEWAY_IMAGE
-from tests.cluster.site import Tenant, revision_of, service
+from tests.cluster.site import Tenant, content_of, revision_of, service
+
+EXTERNAL = {"scaling": {"mode": "External", "minReplicas": 1, "maxReplicas": 2}}
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("operator")]
 
@@ -18,6 +20,7 @@ def test_service_gets_the_objects_that_serve_it_and_becomes_ready(tenant: Tenant
     revisions = [name for plural, name in tenant.children() if plural == "controllerrevisions"]
     assert set(tenant.children()) == {
         ("configmaps", "coder-runtime"),
+        ("configmaps", "coder-trust"),
         ("deployments", f"coder-prefill-{revision_of(prefill)}"),
         ("deployments", f"coder-decode-{revision_of(decode)}"),
         ("deployments", f"coder-gateway-{revision_of(gateway)}"),
@@ -111,6 +114,77 @@ def test_pool_that_leaves_the_spec_takes_its_objects_along(tenant: Tenant) -> No
     assert tenant.condition("PrefillReady")["reason"] == "NotConfigured"
 
 
+def test_service_with_the_longest_name_gets_objects_with_valid_names(tenant: Tenant) -> None:
+    name = "a23456789-123456789-123456789-123456"
+    assert len(name) == 36
+    tenant.apply(service(name, decode=EXTERNAL))
+    tenant.wait_ready(name)
+    assert max(len(pod["metadata"]["name"]) for pod in tenant.pods()) <= 63
+    assert ("poolscalers", f"{name}-decode") in tenant.children(name)
+
+
+def test_services_whose_names_begin_alike_do_not_meet(tenant: Tenant) -> None:
+    names = ("coder", "coder-gateway", "coder-prefill")
+    for name in names:
+        tenant.apply(service(name))
+    for name in names:
+        owner = tenant.wait_ready(name)
+        owners = {r["uid"] for child in tenant.children(name).values() for r in child["metadata"]["ownerReferences"]}
+        assert owners == {owner["metadata"]["uid"]}
+    assert len(tenant.ready_pods()) == 12
+
+
+def test_object_of_somebody_else_under_a_name_of_ours_is_left_alone_and_named(tenant: Tenant) -> None:
+    mine = {"metadata": {"name": "coder-runtime", "labels": {"team": "search"}}, "data": {"mine": "1"}}
+    tenant.api.create("configmaps", tenant.namespace, mine)
+    tenant.apply(service())
+    ready = tenant.wait_reason("ApplyFailed")
+    assert "coder-runtime" in ready["message"]
+    found = tenant.mirror.get("configmaps", tenant.namespace, "coder-runtime")
+    assert found is not None
+    assert (found["data"], found["metadata"]["labels"]) == ({"mine": "1"}, {"team": "search"})
+    assert "ownerReferences" not in found["metadata"]
+
+    tenant.api.delete("configmaps", tenant.namespace, "coder-runtime")
+    tenant.change(gateway={"port": 81})
+    tenant.wait_ready()
+
+
+def test_users_pod_templates_reach_the_pods(tenant: Tenant) -> None:
+    template = {
+        "metadata": {"labels": {"team": "search"}, "annotations": {"example.com/a": "b"}},
+        "spec": {
+            "nodeSelector": {"pool": "decode"},
+            "tolerations": [{"key": "amd.com/gpu", "operator": "Exists", "effect": "NoSchedule"}],
+            "imagePullSecrets": [{"name": "pull"}],
+            "containers": [
+                {"name": "engine", "resources": {"limits": {"amd.com/gpu": 2}}, "env": [{"name": "A", "value": "1"}]},
+                {"name": "proxy", "image": "proxy:1"},
+            ],
+            "initContainers": [{"name": "fetch", "image": "fetch:1"}],
+        },
+    }
+    tenant.apply(service(decode={"replicas": 1, "template": template}))
+    tenant.wait_ready()
+    (pod,) = tenant.pods("decode")
+    spec = pod["spec"]
+    engine, proxy = spec["containers"]
+    assert pod["metadata"]["labels"]["team"] == "search"
+    assert pod["metadata"]["annotations"]["example.com/a"] == "b"
+    assert spec["nodeSelector"] == {"pool": "decode"}
+    assert "amd.com/gpu" in {toleration.get("key") for toleration in spec["tolerations"]}
+    assert spec["imagePullSecrets"] == [{"name": "pull"}]
+    assert engine["resources"]["limits"] == {"amd.com/gpu": "2"}
+    assert {"name": "A", "value": "1"} in engine["env"]
+    assert (proxy["name"], spec["initContainers"][0]["name"]) == ("proxy", "fetch")
+
+
+def test_service_without_certificates_has_no_trust_bundle(tenant: Tenant) -> None:
+    tenant.apply(service(kvTransfer={"tls": "Disabled"}))
+    tenant.wait_ready()
+    assert ("configmaps", "coder-trust") not in tenant.children()
+
+
 def test_changed_port_reaches_the_service_and_restarts_no_pod(tenant: Tenant) -> None:
     tenant.apply(service())
     tenant.wait_ready()
@@ -144,10 +218,10 @@ def test_services_leave_each_other_alone(tenant: Tenant) -> None:
     tenant.apply(service("two", prefill=None))
     tenant.wait_ready("one")
     tenant.wait_ready("two")
-    before = {where: child["metadata"]["resourceVersion"] for where, child in tenant.children("one").items()}
+    before = {where: content_of(child) for where, child in tenant.children("one").items()}
     tenant.delete("two")
     tenant.wait(lambda: not tenant.children("two"), what="the objects of service two are gone")
-    assert {where: child["metadata"]["resourceVersion"] for where, child in tenant.children("one").items()} == before
+    assert {where: content_of(child) for where, child in tenant.children("one").items()} == before
     assert tenant.condition("Ready", "one")["status"] == "True"
 
 

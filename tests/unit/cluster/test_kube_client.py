@@ -25,19 +25,30 @@ from specserve_operator.probes import serving
 CONFIG_MAP = Kind("v1", "ConfigMap", "configmaps")
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 KEY = ServiceKey("llm", "coder")
+META = {"name": "coder-runtime", "namespace": "llm", "labels": {LABEL_SERVICE: "coder"}, "resourceVersion": "6"}
 
 
 class Server:
-    """Answers with what `answer` returns, a status and JSON, and remembers the requests."""
+    """Answers with what `answer` returns, a status and JSON, and remembers the requests.
+
+    `is_empty`: there is no object that could be read.
+    """
 
     def __init__(self) -> None:
         self.requests: list[tuple[str, str, dict[str, str], Any]] = []
         self.answer: Callable[[str, str, Any], tuple[int, Any]] = lambda method, path, body: (200, body)
+        self.is_empty = False
+
+    @property
+    def writes(self) -> list[tuple[str, str, dict[str, str], Any]]:
+        return [request for request in self.requests if request[0] != "GET"]
 
     async def handle(self, request: web.Request) -> web.Response:
         text = await request.text()
         body = json.loads(text) if text else None
         self.requests.append((request.method, request.path, dict(request.query), body))
+        if self.is_empty and request.method == "GET":
+            return web.json_response({"kind": "Status", "message": "not found"}, status=404)
         status, answer = self.answer(request.method, request.path, body)
         return web.json_response(answer, status=status)
 
@@ -69,7 +80,9 @@ def cluster_of(client: KubeClient) -> KubeCluster:
     return KubeCluster(client, recorder, WatchHealth(lambda: 0.0), kinds=(SERVICE, CONFIG_MAP))
 
 
-@pytest.mark.parametrize(("status", "retryable"), [(409, True), (429, True), (500, True), (403, False), (422, False)])
+@pytest.mark.parametrize(
+    ("status", "retryable"), [(403, True), (409, True), (429, True), (500, True), (404, False), (422, False)]
+)
 async def test_a_refusal_says_what_the_api_server_said(
     server: Server, client: KubeClient, status: int, retryable: bool
 ) -> None:
@@ -79,6 +92,18 @@ async def test_a_refusal_says_what_the_api_server_said(
         await client.get("/api/v1/pods")
 
     assert (caught.value.status, caught.value.reason, caught.value.retryable) == (status, "Because", retryable)
+
+
+async def test_a_namespace_that_ends_takes_nothing_however_often_it_is_tried(
+    server: Server, client: KubeClient
+) -> None:
+    details = {"causes": [{"reason": "NamespaceTerminating", "message": "namespace llm is being terminated"}]}
+    server.answer = lambda method, path, body: (403, {"kind": "Status", "message": "no", "details": details})
+
+    with pytest.raises(ApiError) as caught:
+        await client.get("/api/v1/pods")
+
+    assert not caught.value.retryable
 
 
 async def test_an_answer_that_is_no_status_object_is_told_by_its_number(server: Server, client: KubeClient) -> None:
@@ -98,11 +123,12 @@ async def test_no_answer_is_an_error_to_try_again_after() -> None:
 
 async def test_an_apply_is_a_server_side_apply_by_our_manager(server: Server, client: KubeClient) -> None:
     cluster = cluster_of(client)
+    server.is_empty = True
 
     server.answer = lambda method, path, body: (201, config_map(body["data"], version="5"))
     assert await cluster.apply(config_map({"a": "1"})) is ApplyOutcome.CREATED
 
-    method, path, query, body = server.requests[0]
+    ((method, path, query, body),) = server.writes
     assert (method, path) == ("PATCH", "/api/v1/namespaces/llm/configmaps/coder-runtime")
     assert query == {"fieldManager": "specserve", "force": "true"}
     assert body == config_map({"a": "1"})
@@ -110,21 +136,61 @@ async def test_an_apply_is_a_server_side_apply_by_our_manager(server: Server, cl
 
 async def test_what_was_applied_and_is_still_so_is_not_sent_again(server: Server, client: KubeClient) -> None:
     cluster = cluster_of(client)
+    server.is_empty = True
     server.answer = lambda method, path, body: (201, config_map({"a": "written in another way"}, version="5"))
     await cluster.apply(config_map({"a": "1"}))
 
     assert await cluster.apply(config_map({"a": "1"})) is ApplyOutcome.UNCHANGED
-    assert len(server.requests) == 1
+    assert len(server.writes) == 1
 
     cluster.observe(CONFIG_MAP, config_map({"a": "somebody else's"}, version="6"))
     server.answer = lambda method, path, body: (200, config_map({"a": "written in another way"}, version="7"))
     assert await cluster.apply(config_map({"a": "1"})) is ApplyOutcome.CONFIGURED
     assert await cluster.apply(config_map({"a": "2"})) is ApplyOutcome.UNCHANGED  # the version stayed the same
-    assert len(server.requests) == 3
+    assert len(server.writes) == 3
+
+
+async def test_an_object_that_is_not_ours_is_not_taken_over(server: Server, client: KubeClient) -> None:
+    server.answer = lambda method, path, body: (200, {"metadata": {"name": "coder-runtime", "labels": {"team": "x"}}})
+
+    with pytest.raises(ClusterError, match="ConfigMap llm/coder-runtime is there and does not belong") as caught:
+        await cluster_of(client).apply(config_map({"a": "1"}))
+
+    assert not caught.value.retryable
+    assert server.writes == []
+
+
+async def test_what_an_earlier_process_applied_is_not_sent_again(server: Server, client: KubeClient) -> None:
+    cluster = cluster_of(client)
+    cluster.observe(CONFIG_MAP, config_map({"a": "1", "b": "somebody else's"}, version="5"))
+
+    assert await cluster.apply(config_map({"a": "1"})) is ApplyOutcome.UNCHANGED
+    assert server.requests == []
+
+
+async def test_what_an_apply_cannot_put_right_is_overwritten_first(server: Server, client: KubeClient) -> None:
+    cluster = cluster_of(client)
+    cluster.observe(CONFIG_MAP, config_map({"a": "somebody else's"}, version="5"))
+    sent: list[str] = []
+
+    def answer(method: str, path: str, body: Any) -> tuple[int, Any]:
+        sent.append("overwrite" if isinstance(body, list) else "disown" if "data" not in body else "apply")
+        if len(sent) == 1:
+            return 422, {"kind": "Status", "message": "both are set"}
+        managers = [{"manager": "specserve"}, {"manager": "specserve-repair"}]
+        return 200, config_map({"a": "1"}, version="6") | {"metadata": META | {"managedFields": managers}}
+
+    server.answer = answer
+    assert await cluster.apply(config_map({"a": "1"})) is ApplyOutcome.CONFIGURED
+
+    assert sent == ["apply", "overwrite", "disown", "apply"]
+    assert server.requests[1][3] == [{"op": "add", "path": "/data", "value": {"a": "1"}}]
+    assert server.requests[2][3]["metadata"]["managedFields"] == [{"manager": "specserve"}]
 
 
 async def test_what_is_applied_can_be_read_at_once(server: Server, client: KubeClient) -> None:
     cluster = cluster_of(client)
+    server.is_empty = True
     server.answer = lambda method, path, body: (201, config_map(body["data"], version="5"))
 
     await cluster.apply(config_map({"a": "1"}))

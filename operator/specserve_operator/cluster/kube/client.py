@@ -19,15 +19,17 @@ JSON_PATCH = "application/json-patch+json"
 _LIST_CHUNK = 500
 _TIMEOUT_SECONDS = 30.0
 _CONNECTIONS = 32
-# A repetition of the request alone will hardly change the answer: it is the object or a permission that is wrong.
-_REFUSALS = {400, 401, 403, 404, 405, 406, 413, 415, 422}
+# A repetition of the request alone will hardly change the answer: it is the object that is wrong. Not so with 401 and
+# 403: an API server that has just started does not know yet who may do what.
+_REFUSALS = {400, 404, 405, 406, 413, 415, 422}
+_NAMESPACE_ENDS = "NamespaceTerminating"
 
 
 class ApiError(ClusterError):
     """The API server's answer was no. `status` is the HTTP status, `reason` the API's word for it."""
 
-    def __init__(self, message: str, *, status: int, reason: str = "") -> None:
-        super().__init__(message, retryable=status not in _REFUSALS)
+    def __init__(self, message: str, *, status: int, reason: str = "", is_final: bool = False) -> None:
+        super().__init__(message, retryable=not is_final and status not in _REFUSALS)
         self.status = status
         self.reason = reason
 
@@ -127,9 +129,12 @@ class KubeClient:
 
 def _error(method: str, path: str, status: int, text: bytes) -> ApiError:
     """The API server says what was wrong in a `Status` object; something between us and it may say anything."""
+    is_final = False
     try:
         answer = json.loads(text)
         message, reason = str(answer["message"]), str(answer.get("reason", ""))
-    except (ValueError, KeyError, TypeError):
+        causes = (answer.get("details") or {}).get("causes") or ()
+        is_final = any(cause.get("reason") == _NAMESPACE_ENDS for cause in causes)
+    except (ValueError, KeyError, TypeError, AttributeError):
         message, reason = f"{method} {path}: HTTP status {status}", ""
-    return ApiError(message, status=status, reason=reason)
+    return ApiError(message, status=status, reason=reason, is_final=is_final)

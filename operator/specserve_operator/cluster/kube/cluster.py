@@ -20,14 +20,15 @@ from specserve_operator.cluster.kube.kinds import SERVICE, WATCHED, Kind, kind_o
 from specserve_operator.cluster.kube.repair import overwrite
 from specserve_operator.cluster.protocol import ApplyOutcome, ClusterError
 from specserve_operator.cluster.wakeups import DirtyKeys
-from specserve_operator.constants import FIELD_MANAGER
+from specserve_operator.constants import FIELD_MANAGER, MANAGED_BY
+from specserve_operator.core.names import LABEL_MANAGED_BY
 from specserve_operator.core.objects import Event, Manifest, ObjectRef, ServiceKey
 
 _LOG = logging.getLogger(__name__)
 
 # Lists show objects one by one: one sweep for them all.
 _SETTLE_SECONDS = 1.0
-_INVALID = 422
+_NOT_FOUND, _INVALID = 404, 422
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +133,7 @@ class KubeCluster:
             return ApplyOutcome.UNCHANGED
         before = self.cache.version(ref)
         try:
-            answer = await self._send(obj, is_there=live is not None)
+            answer = await self._send(obj, live or await self._find_unlabelled(obj))
         except ClusterError:
             self._on_apply(ref.kind, "refused")
             raise
@@ -150,12 +151,31 @@ class KubeCluster:
             return bool(owned_values(obj, live) == obj)
         return known == _Applied(hash(repr(obj)), digest_of_owned(obj, live))
 
-    async def _send(self, obj: Manifest, *, is_there: bool) -> Manifest:
+    async def _find_unlabelled(self, obj: Manifest) -> Manifest | None:
+        """An object that no watch shows. Raises `ClusterError` where it is somebody else's: it would go with ours."""
+        ref = ObjectRef.of(obj)
+        try:
+            found: Manifest = await self._client.get(kind_of(ref).path(ref.namespace, ref.name))
+        except ApiError as error:
+            if error.status != _NOT_FOUND:
+                raise
+            return None
+        meta = found["metadata"]
+        is_labelled = (meta.get("labels") or {}).get(LABEL_MANAGED_BY) == MANAGED_BY
+        if is_labelled or _owner_uids(found) & _owner_uids(obj):
+            return found
+        raise ClusterError(
+            f"{ref.kind} {ref.namespace}/{ref.name} is there and does not belong to this service: delete it, or give "
+            "the service another name",
+            retryable=False,
+        )
+
+    async def _send(self, obj: Manifest, live: Manifest | None) -> Manifest:
         kind = kind_of(ObjectRef.of(obj))
         try:
             return await self._client.apply(kind, obj, manager=FIELD_MANAGER)
         except ApiError as error:
-            if error.status != _INVALID or not is_there:
+            if error.status != _INVALID or live is None:
                 raise
             return await overwrite(self._client, kind, obj, manager=FIELD_MANAGER)
 
@@ -235,6 +255,10 @@ def _outcome(before: int, after: int) -> ApplyOutcome:
     if not before:
         return ApplyOutcome.CREATED
     return ApplyOutcome.UNCHANGED if after == before else ApplyOutcome.CONFIGURED
+
+
+def _owner_uids(obj: Manifest) -> set[str]:
+    return {reference["uid"] for reference in obj["metadata"].get("ownerReferences") or ()}
 
 
 def _service_ref(key: ServiceKey) -> ObjectRef:

@@ -27,26 +27,25 @@ async def overwrite(client: KubeClient, kind: Kind, obj: Manifest, *, manager: s
     path = kind.path(meta["namespace"], meta["name"])
     parts = [{"op": "add", "path": f"/{part}", "value": value} for part, value in obj.items() if part not in _HEADER]
     query = {"fieldManager": _MANAGER}
-    await client.request("PATCH", path, query=query, body=parts, headers={"Content-Type": JSON_PATCH})
+    _, replaced = await client.request("PATCH", path, query=query, body=parts, headers={"Content-Type": JSON_PATCH})
     _LOG.warning(
         "%s %s/%s was overwritten: an apply could not put it right", kind.name, meta["namespace"], meta["name"]
     )
-    applied = await client.apply(kind, obj, manager=manager)
-    return await _disown(client, path, applied)
+    await _disown(client, path, replaced)
+    return await client.apply(kind, obj, manager=manager)
 
 
-async def _disown(client: KubeClient, path: str, obj: Manifest) -> Manifest:
-    """Leaves the fields to the manager that applied them: with two owners, none of them would go with an apply."""
+async def _disown(client: KubeClient, path: str, obj: Manifest) -> None:
+    """Leaves the fields to the manager that applies them: with two owners, none of them would go with an apply."""
     for _ in range(_TRIES):
         meta = obj["metadata"]
         kept = [entry for entry in meta["managedFields"] if entry["manager"] != _MANAGER]
         patch = {"metadata": {"resourceVersion": meta["resourceVersion"], "managedFields": kept}}
         try:
-            _, obj = await client.request("PATCH", path, body=patch, headers={"Content-Type": MERGE_PATCH})
+            await client.request("PATCH", path, body=patch, headers={"Content-Type": MERGE_PATCH})
         except ApiError as error:
             if error.status != _CONFLICT:
                 raise
             obj = await client.get(path)
         else:
-            break
-    return obj
+            return
