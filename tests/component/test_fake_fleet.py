@@ -26,6 +26,7 @@ from tests.fakes.engine.process import eventually
 from tests.unit.identity.builders import certified_files, make_authority
 
 COUNT = 300
+AT_ONCE = 64
 SECONDS = 10.0
 _numbers = itertools.count()
 
@@ -41,7 +42,13 @@ async def test_every_endpoint_of_a_fleet_is_its_own_pod() -> None:
         await fleet.set_pods(pods)
         channels = ControlChannels()
         try:
-            answers = await asyncio.gather(*(channels.get_stats(pod.ip, timeout_seconds=SECONDS) for pod in pods))
+            calls = asyncio.Semaphore(AT_ONCE)
+
+            async def ask(pod: FleetPod) -> pb.GetStatsResponse:
+                async with calls:  # as the operator's collector does
+                    return await channels.get_stats(pod.ip, timeout_seconds=SECONDS)
+
+            answers = await asyncio.gather(*(ask(pod) for pod in pods))
             request = pb.SetSpeculationRequest(
                 generation=7,
                 settings=pb.SpeculationSettings(policy=pb.LENGTH_POLICY_OFF, cap=pb.BATCH_CAP_NONE, max_tokens=4),

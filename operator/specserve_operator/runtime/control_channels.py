@@ -13,7 +13,8 @@ from specserve_protos.v1alpha1 import control_pb2, control_pb2_grpc
 # A pod that was restarted listens again on the same address: the default back-off of up to two minutes is too long.
 _OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 500),
-    ("grpc.min_reconnect_backoff_ms", 500),
+    # Also how long a connection may take to be made. A busy pod needs a while for its part of the handshake.
+    ("grpc.min_reconnect_backoff_ms", 2000),
     ("grpc.max_reconnect_backoff_ms", 5000),
     ("grpc.enable_http_proxy", 0),
 )
