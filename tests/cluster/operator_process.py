@@ -108,7 +108,8 @@ class OperatorProcess:
         self.log_file = log
         self._kubeconfig = kubeconfig
         self._process: subprocess.Popen[bytes] | None = None
-        self._health_port = self._metrics_port = self._identity_port = 0
+        # Pods are told where certificates come from: with another port, a restart would be an upgrade.
+        self._health_port, self._metrics_port, self._identity_port = free_ports(3)
 
     def __enter__(self) -> Self:
         return self
@@ -129,7 +130,6 @@ class OperatorProcess:
     def start(self, *, wait: bool = True) -> None:
         """Starts it; with `wait`, returns when it is ready. Raises AssertionError with the log if it ends instead."""
         assert not self.is_running, "the operator runs already"
-        self._health_port, self._metrics_port, self._identity_port = free_ports(3)
         flags = self.options.flags(
             health_port=self._health_port, metrics_port=self._metrics_port, identity_port=self._identity_port
         )

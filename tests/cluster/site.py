@@ -242,6 +242,9 @@ def difference(wanted: Any, found: Any, path: str = "") -> Iterator[str]:
     if isinstance(wanted, dict) and isinstance(found, dict):
         for key in sorted(wanted.keys() | found.keys()):
             yield from difference(wanted.get(key), found.get(key), f"{path}.{key}")
+    elif isinstance(wanted, list) and isinstance(found, list) and len(wanted) == len(found):
+        for index, (one, other) in enumerate(zip(wanted, found, strict=True)):
+            yield from difference(one, other, f"{path}[{index}]")
     elif wanted != found:
         yield f"{path}: {found!r} instead of {wanted!r}"
 

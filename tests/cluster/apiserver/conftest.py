@@ -13,7 +13,7 @@ from tests.cluster.site import Site, Tenant
 
 _SHOWN_CHARACTERS = 6000
 _SHOWN_TIMES = 12
-_SECONDS: pytest.StashKey[list[tuple[str, float]]] = pytest.StashKey()
+_SECONDS = pytest.StashKey[list[tuple[str, float]]]()
 
 
 @pytest.fixture(scope="session")

@@ -89,9 +89,8 @@ def test_new_operator_writes_nothing_where_nothing_has_changed(
     operator.restart()
     tenant.wait_quiet()
     after = objects(tenant)
-    assert {
-        where: list(difference(before.get(where), obj)) for where, obj in after.items() if obj != before.get(where)
-    } == {}
+    changes = {where: list(difference(before.get(where), obj)) for where, obj in after.items()}
+    assert "\n".join(f"{where} {line}" for where, lines in changes.items() for line in lines) == ""
     writes = site.writes.since(mark, namespace=tenant.namespace)
     # What the API server writes in another form cannot be told from a change: such an object is applied once more.
     normalised = [w for w in writes if w.resource == "deployments" and w.name.startswith("odd-")]
