@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import platform
+import signal
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 
@@ -184,6 +185,20 @@ async def _operate(client: KubeClient, operator: Operator, options: Options) -> 
             raise _first_cause(group) from group
 
 
+async def _stop_in_order(
+    stop: asyncio.Event, reconciling: asyncio.Task[None], *, kopf_ready: asyncio.Event, kopf_stop: asyncio.Event
+) -> None:
+    """Takes the signals over from kopf, which cancels every task in the process when it ends: steps that are under way
+    come to their end and the Lease is given back before that."""
+    await kopf_ready.wait()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    await stop.wait()
+    await asyncio.wait([reconciling])
+    kopf_stop.set()
+
+
 def _first_cause(error: BaseException) -> BaseException:
     """What ended the first of the parts; the others were only cancelled."""
     while isinstance(error, BaseExceptionGroup):
@@ -214,7 +229,9 @@ async def _run_parts(client: KubeClient, operator: Operator, options: Options, *
         ]
         if operator.issuing is not None:
             group.create_task(operator.issuing.run(stop), name="authority")
-        group.create_task(_reconcile(client, operator, options, stop), name="reconciler")
+        reconciling = group.create_task(_reconcile(client, operator, options, stop), name="reconciler")
+        kopf_ready, kopf_stop = asyncio.Event(), asyncio.Event()
+        group.create_task(_stop_in_order(stop, reconciling, kopf_ready=kopf_ready, kopf_stop=kopf_stop), name="signals")
         registry = build_registry(operator.cluster.kinds, operator.on_event)
         await kopf.operator(
             registry=registry,
@@ -224,7 +241,8 @@ async def _run_parts(client: KubeClient, operator: Operator, options: Options, *
             standalone=True,
             clusterwide=not options.namespaces,
             namespaces=options.namespaces,
-            stop_flag=stop,
+            ready_flag=kopf_ready,
+            stop_flag=kopf_stop,
         )
         stop.set()
         for task in endless:

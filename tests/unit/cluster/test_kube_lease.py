@@ -26,7 +26,7 @@ class Leases:
     @property
     def holder(self) -> str:
         assert self.lease is not None
-        return str(self.lease["spec"]["holderIdentity"])
+        return str(self.lease["spec"].get("holderIdentity", ""))
 
     async def handle(self, request: web.Request) -> web.Response:
         if self.is_down:
@@ -36,6 +36,8 @@ class Leases:
             missing = self.lease is None
             return web.json_response({"message": "none"} if missing else self.lease, status=404 if missing else 200)
         assert body is not None
+        if body["spec"].get("holderIdentity", "x") == "":
+            return web.json_response({"message": "spec.holderIdentity: must not be empty"}, status=422)
         version = 0 if self.lease is None else int(self.lease["metadata"]["resourceVersion"])
         if body["metadata"].get("resourceVersion", "0") != str(version):
             return web.json_response({"message": "conflict"}, status=409)

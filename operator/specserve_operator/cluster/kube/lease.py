@@ -68,8 +68,11 @@ class Lease:
         """Lets somebody else take over at once. Raises `ClusterError`."""
         path = LEASE.path(self._namespace, self._name)
         lease = await self._client.get(path)
-        if (lease.get("spec") or {}).get("holderIdentity") == self._identity:
-            await self._write("PUT", path, lease | {"spec": lease["spec"] | {"holderIdentity": ""}})
+        spec = lease.get("spec") or {}
+        if spec.get("holderIdentity") == self._identity:
+            # Left out, not empty: the API server refuses an empty holder.
+            nobodys = {name: value for name, value in spec.items() if name != "holderIdentity"}
+            await self._write("PUT", path, lease | {"spec": nobodys})
 
     async def _write(self, method: str, path: str, body: dict[str, Any]) -> bool:
         """False if somebody was faster."""
