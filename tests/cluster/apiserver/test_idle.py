@@ -74,22 +74,18 @@ def is_ours(plural: str, obj: Object) -> bool:
 
 
 @pytest.mark.timeout(IDLE_SECONDS + 240)
-def test_idle_services_cause_no_writes(site: Site, operator: OperatorProcess, tenant: Tenant) -> None:
+def test_idle_services_cause_no_writes_nor_does_a_new_operator(
+    site: Site, operator: OperatorProcess, tenant: Tenant
+) -> None:
     apply_idle_services(tenant)
     mark, began = site.writes.mark(), time.monotonic()
     tenant.wait(lambda: time.monotonic() - began > IDLE_SECONDS, what="idleness", timeout_seconds=IDLE_SECONDS + 60)
     assert summary(site.writes.since(mark, namespace=tenant.namespace)) == ""
 
-
-def test_new_operator_writes_nothing_where_nothing_has_changed(
-    site: Site, operator: OperatorProcess, tenant: Tenant
-) -> None:
-    apply_idle_services(tenant)
     before, mark = objects(tenant), site.writes.mark()
     operator.restart()
     tenant.wait_quiet()
-    after = objects(tenant)
-    changes = {where: list(difference(before.get(where), obj)) for where, obj in after.items()}
+    changes = {where: list(difference(before.get(where), obj)) for where, obj in objects(tenant).items()}
     assert "\n".join(f"{where} {line}" for where, lines in changes.items() for line in lines) == ""
     writes = site.writes.since(mark, namespace=tenant.namespace)
     # What the API server writes in another form cannot be told from a change: such an object is applied once more.

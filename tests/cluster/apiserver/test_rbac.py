@@ -111,26 +111,26 @@ def test_nothing_that_a_service_needs_is_refused(site: Site, operator: OperatorP
 class TestNamespacedInstall:
     """An operator for one namespace, with Roles only."""
 
-    HOME = "namespaced-operator"
+    @pytest.fixture
+    def home(self, tenant: Tenant) -> str:
+        """The operator's own namespace."""
+        return f"operator-{tenant.namespace[-6:]}"
 
     @pytest.fixture
-    def watched(self, site: Site, tenant: Tenant, no_operator: None, tmp_path: Path) -> Iterator[OperatorProcess]:
+    def watched(
+        self, site: Site, tenant: Tenant, no_operator: None, home: str, tmp_path: Path
+    ) -> Iterator[OperatorProcess]:
         """An operator for the tenant's namespace alone; not running yet."""
-        kubeconfig = install_rules(site.control_plane, (tenant.namespace,), self.HOME)
-        options = OperatorOptions(namespace=self.HOME, watched=(tenant.namespace,))
+        kubeconfig = install_rules(site.control_plane, (tenant.namespace,), home)
+        options = OperatorOptions(namespace=home, watched=(tenant.namespace,))
         with OperatorProcess(kubeconfig, tmp_path / "operator.log", options) as process:
             yield process
-        site.api.delete("namespaces", None, self.HOME)
-        site.mirror.wait_until(
-            lambda: site.api.get("namespaces", None, self.HOME) is None,
-            what="its namespace is gone",
-            timeout_seconds=60,
-        )
+        site.api.delete("namespaces", None, home)
 
     def test_it_serves_its_namespace_and_leaves_others_alone(
-        self, site: Site, tenant: Tenant, watched: OperatorProcess
+        self, site: Site, tenant: Tenant, watched: OperatorProcess, home: str
     ) -> None:
-        assert {d["kind"] for d in chart_rules((tenant.namespace,), self.HOME)} == {"Role", "RoleBinding"}
+        assert {d["kind"] for d in chart_rules((tenant.namespace,), home)} == {"Role", "RoleBinding"}
         other = site.new_namespace(f"{tenant.namespace}-other"[-60:].strip("-"))
         other.apply(service())
         watched.start()
@@ -140,10 +140,10 @@ class TestNamespacedInstall:
         tenant.wait_ready()
         assert other.children() == {}
         assert other.status() == {}
-        events = [e for e in site.control_plane.audit_events() if e.user == user_name(self.HOME) and e.resource]
+        events = [e for e in site.control_plane.audit_events() if e.user == user_name(home) and e.resource]
         assert {e.namespace for e in events if e.resource != "secrets"} == {tenant.namespace}
         assert {(e.namespace, e.name) for e in events if e.resource == "secrets"} == {
-            (self.HOME, "specserve-operator-identity")
+            (home, "specserve-operator-identity")
         }
         assert [e for e in events if e.code == 403] == []
         site.api.delete("namespaces", None, other.namespace)

@@ -27,20 +27,14 @@ def _slow_pods(tenant: Tenant) -> None:
     tenant.behave(SLOW)
 
 
-def test_all_wanted_pods_serve_at_every_moment_of_a_rollout(tenant: Tenant) -> None:
+def test_all_wanted_pods_serve_at_every_moment_of_a_rollout_and_decode_pods_with_prefill_pods(tenant: Tenant) -> None:
     mark = start(tenant, decode={"replicas": 3}, prefill={"replicas": 2})
     change_image(tenant, "engine:b")
     wait_served_by(tenant, "engine:b")
     assert (lowest_ready(tenant, "decode", mark), lowest_ready(tenant, "prefill", mark)) == (3, 2)
     assert (most_wanted(tenant, "decode", mark), most_wanted(tenant, "prefill", mark)) == (4, 3)
-    assert counts(tenant) == {"prefill": 2, "decode": 3, "gateway": 1}
-
-
-def test_decode_pods_never_serve_without_prefill_pods_of_their_revision(tenant: Tenant) -> None:
-    mark = start(tenant, decode={"replicas": 3}, prefill={"replicas": 1})
-    change_image(tenant, "engine:b")
-    wait_served_by(tenant, "engine:b")
     assert lonely_decode_targets(tenant, mark) == set()
+    assert counts(tenant) == {"prefill": 2, "decode": 3, "gateway": 1}
 
 
 def test_rollout_that_is_taken_back_keeps_the_pods_it_had_not_replaced(tenant: Tenant) -> None:
