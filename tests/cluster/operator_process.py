@@ -195,11 +195,11 @@ class OperatorProcess:
 
     def probe(self, path: str) -> tuple[int, str]:
         """Status and text of `/healthz` or `/readyz`; status 0 if nothing answers."""
-        return _get(self._health_port, path)
+        return http_get(self._health_port, path)
 
     def metrics(self) -> dict[str, float]:
         """All samples, by name with labels as they are written."""
-        status, text = _get(self._metrics_port, "/metrics")
+        status, text = http_get(self._metrics_port, "/metrics")
         assert status == 200, text
         lines = (line.rsplit(" ", 1) for line in text.splitlines() if line and not line.startswith("#"))
         return {name: float(value) for name, value in lines}
@@ -229,7 +229,8 @@ def tracebacks(log: str) -> Iterable[str]:
     ]
 
 
-def _get(port: int, path: str) -> tuple[int, str]:
+def http_get(port: int, path: str) -> tuple[int, str]:
+    """Status and text of an answer; status 0, and the error, if there is none."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=_HTTP_SECONDS)
     try:
         connection.request("GET", path)

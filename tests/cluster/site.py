@@ -178,7 +178,8 @@ class Tenant:
         return self.mirror.find("deployments", self.namespace, _labels(pool, None))
 
     def deployment(self, pool: str) -> Object:
-        """The only Deployment of a pool."""
+        """The only Deployment of a pool, as soon as all others are seen to be gone."""
+        self.wait(lambda: len(self.deployments(pool)) == 1, what=f"pool {pool} has one Deployment")
         (only,) = self.deployments(pool)
         return only
 

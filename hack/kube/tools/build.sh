@@ -38,6 +38,7 @@ for name; do
         module helm "-X $chartutil.k8sVersionMajor=1 -X $chartutil.k8sVersionMinor=$minor" helm helm.sh/helm/v3/cmd/helm
         ;;
     coredns) module coredns "" coredns . ;;
+    lws) module lws "" lws-manager sigs.k8s.io/lws/cmd ;; # for benchmarks
     *) echo "build.sh: no module $name" >&2; exit 2 ;;
     esac
 done
