@@ -340,7 +340,7 @@ async def test_resumption_is_not_offered(pod: PrefillPod, tmp_path: Path, author
     writer.close()
 
 
-@pytest.mark.parametrize("path", ["/health", "/ready", "/metrics", "/drain"])
+@pytest.mark.parametrize("path", ["/health", "/ready", "/metrics"])
 async def test_probes_and_metrics_stay_on_the_plaintext_port(path: str) -> None:
     async def engine(scope: Any, receive: Any, send: Any) -> None:
         await answer_json(scope, send)
@@ -349,7 +349,8 @@ async def test_probes_and_metrics_stay_on_the_plaintext_port(path: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "path", ["/v1/completions", "/v1/models", "/", "/health/", "/healthz", "//health", "/metrics/../v1/models"]
+    "path",
+    ["/v1/completions", "/v1/models", "/", "/drain", "/health/", "/healthz", "//health", "/metrics/../v1/models"],
 )
 async def test_nothing_else_does(path: str) -> None:
     engine = EngineApp()

@@ -70,6 +70,7 @@ async def test_container_gets_the_downward_api_and_the_path_of_its_environment(c
     assert environment["POD_UID"] == environment["SPECSERVE_POD_UID"] == meta["uid"]
     assert environment["POD_NAMESPACE"] == "default"
     assert Path(environment["SPECSERVE_HOSTS_DIR"]) == cluster.state.hosts / "default"
+    assert Path(environment["SPECSERVE_RUN_DIR"]) == cluster.state.pod("default", meta["name"]) / "run"
     assert "KUBECONFIG" not in environment
     assert Path(executable).parent == Path(sys.executable).parent
 
@@ -201,6 +202,41 @@ async def test_pod_ends_with_hook_then_signal_then_force(cluster: LocalCluster) 
     await eventually(lambda: not cluster.list_objects("Pod"))
     assert log_of(cluster, polite) == "serving\ndrained\nterminated\n"
     assert log_of(cluster, stubborn) == "up\n"
+
+
+async def test_a_hook_that_is_a_command_runs_as_in_the_container_and_is_waited_for(cluster: LocalCluster) -> None:
+    command = ["sh", "-c", "echo $SPECSERVE_RUN_DIR $MINE $(pwd) > hooked; sleep 0.3; echo slept >> hooked"]
+    hook = {"preStop": {"exec": {"command": command}}}
+    script = "trap 'cat hooked; exit 0' TERM; echo up; while :; do sleep 0.05; done"
+    await cluster.apply(deployment("a", shell(script, lifecycle=hook, env=[{"name": "MINE", "value": "1"}])))
+    (pod,) = await ready_pods(cluster, "a")
+    await eventually(lambda: log_of(cluster, pod))
+    await cluster.delete(ObjectRef("apps/v1", "Deployment", "default", "a"))
+    await eventually(lambda: not cluster.list_objects("Pod"))
+    folder = cluster.state.pod("default", pod["metadata"]["name"])
+    assert log_of(cluster, pod) == f"up\n{folder / 'run'} 1 {folder / 'work'}\nslept\n"
+
+
+async def test_a_hook_without_end_is_killed_with_the_grace_period_and_one_that_fails_is_told(
+    cluster: LocalCluster,
+) -> None:
+    endless = {"preStop": {"exec": {"command": ["sh", "-c", "echo $$$$ > pid; sleep 99; touch late"]}}}
+    await cluster.apply(deployment("a", shell(STUBBORN, lifecycle=endless), terminationGracePeriodSeconds=1))
+    failing = {"preStop": {"exec": {"command": ["sh", "-c", "echo no way; exit 3"]}}}
+    await cluster.apply(deployment("b", shell("trap 'exit 0' TERM; sleep 99 & wait", lifecycle=failing)))
+    (first,), _ = await ready_pods(cluster, "a"), await ready_pods(cluster, "b")
+    work = cluster.state.pod("default", first["metadata"]["name"]) / "work"
+    for name in ("a", "b"):
+        await cluster.delete(ObjectRef("apps/v1", "Deployment", "default", name))
+    await eventually(lambda: not cluster.list_objects("Pod"))
+    stat = procfs.read_stat(int((work / "pid").read_text()))
+    assert stat is None or not stat.is_alive
+    assert not (work / "late").exists()
+    messages = {e["message"] for e in cluster.list_objects("Event") if e["reason"] == "FailedPreStopHook"}
+    assert messages == {
+        "PreStop hook of container engine failed: no answer within 1 s",
+        "PreStop hook of container engine failed: no way",
+    }
 
 
 async def test_children_of_a_container_end_with_it(cluster: LocalCluster) -> None:

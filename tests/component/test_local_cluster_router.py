@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import signal
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -11,11 +12,12 @@ from typing import Any
 
 import aiohttp
 import pytest
+from yarl import URL
 
 from specserve_operator.cluster.local import LocalCluster
 from specserve_operator.core.launch import GatewayLaunch
 from specserve_operator.core.names import Pool, selector
-from specserve_operator.render.gateway import router_flags
+from specserve_operator.render.gateway import render_gateway_pod
 from tests.component.local_cluster_support import (
     OPTIONS,
     POD_IP,
@@ -24,6 +26,7 @@ from tests.component.local_cluster_support import (
     deployment,
     eventually,
     free_port,
+    log_of,
     pod_reader_role,
     pods,
     python,
@@ -59,6 +62,7 @@ http.server.ThreadingHTTPServer((sys.argv[1], 8000), Handler).serve_forever()
 """
 # Whole seconds: the router reads pods strictly, and goes without discovery for a minute if it cannot.
 PROBE = {"periodSeconds": 1, "failureThreshold": 1}
+ROUTER_URL = re.compile(r"vllm-router, pid \d+, listens on (127\.0\.0\.1:\d+)")
 
 
 def decode(replicas: int) -> dict[str, Any]:
@@ -72,27 +76,45 @@ def gateway() -> dict[str, Any]:
     launch = GatewayLaunch(
         service="tiny", namespace="default", image="", drain_timeout_seconds=1, template=None, local=True
     )
-    ports = [{"name": "http", "containerPort": 8000}]
+    rendered = render_gateway_pod(launch)["containers"][0]
+    fields = {name: rendered[name] for name in ("args", "env", "ports")}
     probe = {**PROBE, "httpGet": {"path": "/readiness", "port": "http"}}
-    router = container(
-        "vllm-router", *router_flags(launch), name="gateway", env=[POD_IP], ports=ports, readinessProbe=probe
-    )
-    return deployment("gateway", router, serviceAccountName="gateway")
+    guard = container(*rendered["command"], name="gateway", readinessProbe=probe, **fields)
+    return deployment("gateway", guard, serviceAccountName="gateway")
 
 
 class Client:
-    """Talks to the gateway at its Service port."""
+    """Talks to the gateway at its Service port; and past the guard to the router, as nobody outside its pod can."""
 
-    def __init__(self, session: aiohttp.ClientSession, port: int) -> None:
+    def __init__(self, cluster: LocalCluster, session: aiohttp.ClientSession, port: int) -> None:
+        self._cluster = cluster
         self._session = session
-        self._url = f"http://127.0.0.1:{port}"
+        self.url = f"http://127.0.0.1:{port}"
+
+    @property
+    def router_url(self) -> str | None:
+        found = [ROUTER_URL.search(log_of(self._cluster, pod)) for pod in pods(self._cluster, "gateway")]
+        return f"http://{found[0][1]}" if found and found[0] else None
 
     async def workers(self) -> set[str]:
+        if (router := self.router_url) is None:
+            return set()
         try:
-            async with self._session.get(f"{self._url}/list_workers") as response:
+            async with self._session.get(f"{router}/list_workers") as response:
                 return {url.removeprefix("http://").removesuffix(":8000") for url in (await response.json())["urls"]}
         except (aiohttp.ClientError, json.JSONDecodeError):
             return set()
+
+    async def is_served(self) -> bool:
+        try:
+            return await self.send("GET", URL(f"{self.url}/readiness")) == 200
+        except aiohttp.ClientError:
+            return False
+
+    async def send(self, method: str, url: URL, **options: Any) -> int:
+        """The status."""
+        async with self._session.request(method, url, **options) as response:
+            return response.status
 
     async def knows(self, expected: set[str], *, timeout_seconds: float = 15.0) -> None:
         """Waits until these are the pods that the gateway sends requests to."""
@@ -105,7 +127,7 @@ class Client:
     async def ask(self, prompt: str) -> tuple[int, str]:
         """(status, address of the pod that answered)"""
         body = {"model": "m", "prompt": prompt, "max_tokens": 1}
-        async with self._session.post(f"{self._url}/v1/completions", json=body) as response:
+        async with self._session.post(f"{self.url}/v1/completions", json=body) as response:
             answer = await response.json()
             return response.status, answer["choices"][0]["text"] if response.status == 200 else ""
 
@@ -131,7 +153,8 @@ async def client(cluster: LocalCluster) -> AsyncIterator[Client]:
     for obj in (*pod_reader_role("gateway"), service("tiny-gateway", "gateway", port=port), decode(2), gateway()):
         await cluster.apply(obj)
     async with aiohttp.ClientSession() as session:
-        client = Client(session, port)
+        client = Client(cluster, session, port)
+        await eventually(client.is_served, timeout_seconds=40)
         await client.knows(addresses(await ready_pods(cluster, "decode", 2)), timeout_seconds=40)
         yield client
 
@@ -185,3 +208,32 @@ async def test_requests_that_fail_take_no_pod_from_the_others(cluster: LocalClus
     failed = await asyncio.gather(*(client.ask("error") for _ in range(24)))
     assert Counter(status for status, _ in failed) == {500: 24}
     assert set(await client.answers(8)) == addresses(pods(cluster, "decode"))
+
+
+async def test_clients_cannot_manage_the_router_nor_reach_more_of_pods_than_the_api(
+    cluster: LocalCluster, client: Client
+) -> None:
+    workers = await client.workers()
+    assert workers == addresses(pods(cluster, "decode"))
+    requests = [
+        ("POST", "/add_worker?url=http://127.9.9.9:8000"),
+        ("POST", f"/remove_worker?url=http://{min(workers)}:8000"),
+        ("DELETE", f"/workers/http:%2F%2F{min(workers)}:8000"),
+        ("POST", "/workers"),
+        ("GET", "/workers"),
+        ("GET", "/list_workers"),
+        ("GET", "/v1/%2e%2e/list_workers"),
+        ("POST", "/flush_cache"),
+        ("GET", "/get_server_info"),
+        ("GET", "/drain"),
+        ("GET", "/metrics"),
+        ("POST", "/v1/load_lora_adapter"),
+        ("POST", "/v1/load_lora_adapter/"),
+    ]
+    answers = {}
+    for method, path in requests:
+        body = {"url": "http://127.9.9.9:8000"} if method == "POST" else None
+        answers[method, path] = await client.send(method, URL(f"{client.url}{path}", encoded=True), json=body)
+    assert answers == dict.fromkeys(requests, 404)
+    assert await client.workers() == workers
+    assert set(await client.answers(4)) == workers

@@ -31,7 +31,7 @@ class DecodePod:
         self.releaser = LeaseReleaser()
         self.app = Frontend(
             self.engine,
-            FrontendSettings(pool=Pool.DECODE, block_size_tokens=32, drain_timeout_seconds=5.0),
+            FrontendSettings(pool=Pool.DECODE, block_size_tokens=32),
             stats=self.stats,
             drain=DrainState(),
             is_ready=lambda: True,

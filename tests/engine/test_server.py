@@ -37,6 +37,7 @@ SCHEMA = {
     "required": ["name", "count"],
     "additionalProperties": False,
 }
+HOOK = [sys.executable, "-m", "specserve_workers.drain"]
 
 
 @dataclass
@@ -53,20 +54,25 @@ class Pod:
     def log(self) -> Path:
         return self.folder / f"{self.module}.log"
 
+    @property
+    def own_environ(self) -> dict[str, str]:
+        return {
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "OMP_NUM_THREADS": "1",
+            "SPECSERVE_HOSTS_DIR": str(self.folder),
+            "SPECSERVE_RUN_DIR": str(self.folder / f"{self.module}.run"),
+            "POD_NAME": f"tiny-{self.module}-1",
+        }
+
     def start(self) -> None:
         command = [sys.executable, "-m", f"specserve_workers.{self.module}"]
         command += ["--model", str(MODELS / "target"), "--served-model-name", "tiny", "--service", "tiny"]
         command += ["--revision", "r1", "--target-revision", "t1", "--host", self.host, "--kv-lease-seconds", "8"]
         command += ["--runtime-state", str(self.folder / "state.json"), "--drain-timeout-seconds", "60", *self.flags]
         command += ["--", "--enforce-eager", "--block-size", "32", "--max-model-len", "1024", "--dtype", "float32"]
-        environ = os.environ | {
-            "HF_HUB_OFFLINE": "1",
-            "VLLM_NO_USAGE_STATS": "1",
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "OMP_NUM_THREADS": "1",
-            "SPECSERVE_HOSTS_DIR": str(self.folder),
-            "POD_NAME": f"tiny-{self.module}-1",
-        }
+        environ = os.environ | self.own_environ
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 command, stdout=log, stderr=log, env=environ, start_new_session=True, cwd=self.folder
@@ -346,6 +352,10 @@ def test_a_told_pod_finishes_its_streams_refuses_new_requests_and_exits_with_0(s
             assert not stream.done()
             time.sleep(0.05)
         assert service.decode.process is not None
+        # As the kubelet does it, but that it would wait for the hook before it sends the signal.
+        hook = subprocess.Popen(HOOK, env=os.environ | service.decode.own_environ, stdout=subprocess.PIPE)
+        while service.decode.get("/ready")[0] == 200:
+            assert not stream.done()
         service.decode.process.send_signal(signal.SIGTERM)
         time.sleep(0.3)
         refused = [service.decode.post("/v1/completions", body)[0] for _ in range(3)]
@@ -357,6 +367,8 @@ def test_a_told_pod_finishes_its_streams_refuses_new_requests_and_exits_with_0(s
     assert status == 200
     assert raw.decode().endswith("data: [DONE]\n\n")
     assert b'"error"' not in raw
+    assert json.loads(hook.communicate(timeout=60)[0]) == {"drained": True, "running": 0}
+    assert hook.returncode == 0
     assert service.decode.process.wait(60) == 0
 
 

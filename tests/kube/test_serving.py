@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 
 import httpx
 import pytest
@@ -105,6 +106,17 @@ def test_the_plain_port_of_a_prefill_pod_takes_no_prompts(tiny: Service) -> None
 
     assert answer.status_code == 403
     assert httpx.get(f"http://{address}:8000/ready", timeout=30, trust_env=False).status_code == 200
+
+
+def test_nobody_manages_the_router_or_drains_a_pod_over_the_network(tiny: Service) -> None:
+    bad = "http://10.255.255.1:8000"
+    for method, path in (("POST", f"/add_worker?url={bad}"), ("GET", "/list_workers"), ("GET", "/drain")):
+        assert httpx.request(method, f"{tiny.url()}{path}", timeout=30, trust_env=False).status_code == 404
+    address = tiny.pods("decode")[0]["status"]["podIP"]
+    # Its network policy may keep this machine out, and then there is no answer at all.
+    with suppress(httpx.TransportError):
+        assert httpx.get(f"http://{address}:8000/drain", timeout=5, trust_env=False).status_code == 404
+    assert tiny.complete(PROMPT)
 
 
 def test_certificates_are_renewed_without_a_restart_and_transfers_go_on(tiny: Service, site: Site) -> None:

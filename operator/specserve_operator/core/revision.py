@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from specserve_operator.core.launch import EngineLaunch, GatewayLaunch
 
 # Raised when the same launch renders another pod template: a new name, under which users may have it (core/pinning.py).
-RENDER_VERSION = 1
+RENDER_VERSION = 2
 REVISION_LENGTH = 10
 
 

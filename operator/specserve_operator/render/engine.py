@@ -45,7 +45,8 @@ def render_engine_pod(launch: EngineLaunch, *, revision: str) -> dict[str, Any]:
         "startupProbe": http_probe("/ready", period_seconds=2, timeout_seconds=5, failures=900),
         "readinessProbe": http_probe("/ready", period_seconds=2, timeout_seconds=5, failures=3),
         "livenessProbe": http_probe("/health", period_seconds=10, timeout_seconds=10, failures=30),
-        "lifecycle": {"preStop": {"httpGet": {"path": "/drain", "port": "http"}}},
+        # Over no port: whoever could reach it could drain the pod.
+        "lifecycle": {"preStop": {"exec": {"command": ["python", "-m", "specserve_workers.drain"]}}},
         # A pod that cannot start says why in its last lines; see core/diagnosis.py.
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "securityContext": container_security_context(),

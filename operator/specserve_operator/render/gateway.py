@@ -1,4 +1,8 @@
-"""The pod of the gateway: vllm-router in regular mode over the decode pods, which it finds by their labels."""
+"""The pod of the gateway: vllm-router in regular mode over the decode pods, which it finds by their labels.
+
+Whoever reaches the router's own port can add and remove workers. So it is a child of our guard, which has the port of
+the pod and passes the API on.
+"""
 
 from typing import Any
 
@@ -31,8 +35,8 @@ def render_gateway_pod(launch: GatewayLaunch) -> dict[str, Any]:
     container: dict[str, Any] = {
         "name": GATEWAY_CONTAINER,
         "image": launch.image,
-        "command": ["vllm-router"],
-        "args": router_flags(launch),
+        "command": ["python", "-m", "specserve_workers.gateway"],
+        "args": ["--host", "$(POD_IP)", "--http-port", str(PORT_HTTP), "--", *router_flags(launch)],
         "env": [field_env("POD_IP", "status.podIP")],
         "ports": [port("http", PORT_HTTP), port("metrics", PORT_GATEWAY_METRICS)],
         "startupProbe": http_probe("/liveness", period_seconds=2, timeout_seconds=5, failures=60),
@@ -59,11 +63,9 @@ def render_gateway_pod(launch: GatewayLaunch) -> dict[str, Any]:
 
 
 def router_flags(launch: GatewayLaunch) -> list[str]:
-    """Arguments of `vllm-router`; `$(POD_IP)` is for the kubelet to fill in."""
+    """Arguments of `vllm-router`, apart from its address; `$(POD_IP)` is for the kubelet to fill in."""
     decode_labels = selector(launch.service, Pool.DECODE)
     return [
-        *("--host", "$(POD_IP)"),
-        *("--port", str(PORT_HTTP)),
         # Of the policies of this router it is the only one whose second try goes to another pod. The cache-aware one
         # repeats the try on the same pod and asks every pod to tokenize every prompt; the power-of-two one does not
         # start before there are two pods.

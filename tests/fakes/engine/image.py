@@ -4,7 +4,7 @@
 
 FOLDER/layer is a layer: its content belongs to the root of the file system, with `PYTHONPATH` as in FOLDER/Dockerfile,
 which builds the image on the workers' one, `BASE`. The pods' commands stay as the operator renders them, and the
-gateway's `vllm-router` comes from the base.
+`vllm-router` behind the gateway comes from the base.
 """
 
 import argparse

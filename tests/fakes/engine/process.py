@@ -84,6 +84,10 @@ class FakePod:
         return self.folder / f"{self.name}.termination"
 
     @property
+    def run_dir(self) -> Path:
+        return self.folder / f"{self.name}.run"
+
+    @property
     def runtime_state(self) -> Path:
         return self.folder / "state.json"
 
@@ -188,6 +192,7 @@ class FakePod:
             "POD_UID": f"uid-{self.name}",
             "POD_IP": self.host,
             "SPECSERVE_HOSTS_DIR": str(self.folder),
+            "SPECSERVE_RUN_DIR": str(self.run_dir),
             "SPECSERVE_TERMINATION_LOG": str(self.termination_log),
             VARIABLE: json.dumps(dict(self.behaviour)),
             **self.environ,

@@ -164,15 +164,18 @@ def deployments_of(children: Iterable[Manifest], pool: str) -> list[Manifest]:
     return [c for c in children if c["kind"] == "Deployment" and c["metadata"]["labels"]["specserve.dev/pool"] == pool]
 
 
+_PRESENT_VERSION = revision.RENDER_VERSION
+
+
 @contextmanager
 def operator(version: int) -> Iterator[None]:
-    """Another operator: it renders pods in another way, and says so in their revisions."""
+    """Another operator: it renders pods in another way, and says so in their revisions. 1 is named as this one is."""
 
     def render_pod(render_own: Callable[..., Manifest]) -> Callable[..., Manifest]:
         return lambda *args, **kwargs: {**render_own(*args, **kwargs), "hostname": f"operator-{version}"}
 
     with (
-        patch.object(revision, "RENDER_VERSION", version),
+        patch.object(revision, "RENDER_VERSION", _PRESENT_VERSION + version - 1),
         patch.object(workload, "render_engine_pod", render_pod(workload.render_engine_pod)),
         patch.object(workload, "render_gateway_pod", render_pod(workload.render_gateway_pod)),
     ):

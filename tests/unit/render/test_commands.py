@@ -6,6 +6,7 @@ import pytest
 
 from specserve_workers.flags import ServingFlags, parse_flags
 from specserve_workers.frontend.middleware import Pool as WorkerPool
+from specserve_workers.gateway.flags import parse_flags as parse_gateway_flags
 from tests.golden.cases import CASES, render_case
 
 
@@ -72,12 +73,14 @@ def test_workers_read_where_they_get_their_certificates() -> None:
         assert identity.https_port == (8443 if pool is WorkerPool.PREFILL else 0)
 
 
-def test_the_router_parses_what_is_rendered() -> None:
+def test_the_gateway_and_its_router_parse_what_is_rendered() -> None:
     launch_router = pytest.importorskip("vllm_router.launch_router")
     args = args_of("minimal", "gateway")
     assert args is not None
-    parsed = launch_router.parse_router_args(args)
-    assert (parsed.host, parsed.port, parsed.policy) == ("10.0.0.1", 8000, "round_robin")
+    flags = parse_gateway_flags(args)
+    assert (flags.host, flags.http_port) == ("10.0.0.1", 8000)
+    parsed = launch_router.parse_router_args([*flags.router_flags, "--host", "127.0.0.1", "--port", "4"])
+    assert (parsed.host, parsed.port, parsed.policy) == ("127.0.0.1", 4, "round_robin")
     assert parsed.service_discovery is True
     assert parsed.selector == {"specserve.dev/service": "coder", "specserve.dev/pool": "decode"}
     assert parsed.service_discovery_port == 8000

@@ -134,7 +134,8 @@ def test_a_pod_is_given_its_drain_time_and_a_margin() -> None:
     (deployment,) = deployments_of(objects, "decode")
     pod = deployment["spec"]["template"]["spec"]
     assert pod["terminationGracePeriodSeconds"] == 330
-    assert pod["containers"][0]["lifecycle"]["preStop"] == {"httpGet": {"path": "/drain", "port": "http"}}
+    hook = {"exec": {"command": ["python", "-m", "specserve_workers.drain"]}}
+    assert pod["containers"][0]["lifecycle"]["preStop"] == hook
     (gateway,) = deployments_of(objects, "gateway")
     assert gateway["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] > 330
 

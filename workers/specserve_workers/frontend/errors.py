@@ -10,7 +10,11 @@ Header = tuple[bytes, bytes]
 _TYPES: Final = {
     HTTPStatus.BAD_REQUEST: "BadRequestError",
     HTTPStatus.FORBIDDEN: "PermissionDeniedError",
+    HTTPStatus.NOT_FOUND: "NotFoundError",
+    HTTPStatus.METHOD_NOT_ALLOWED: "BadRequestError",
+    HTTPStatus.REQUEST_TIMEOUT: "BadRequestError",
     HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "BadRequestError",
+    HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE: "BadRequestError",
     HTTPStatus.SERVICE_UNAVAILABLE: "ServiceUnavailableError",
 }
 

@@ -1,6 +1,6 @@
 """The way of one HTTP request through a serving pod: an ASGI application around the engine's own server.
 
-Probes and `/drain` are answered here. A request is counted, bounded, checked for transfer parameters it must not bring,
+Readiness is answered here. A request is counted, bounded, checked for transfer parameters it must not bring,
 and on a decode pod its prompt may be prefilled by a prefill pod before the engine sees it.
 """
 
@@ -55,7 +55,6 @@ class Pool(StrEnum):
 class FrontendSettings:
     pool: Pool
     block_size_tokens: int
-    drain_timeout_seconds: float
     max_body_bytes: int = 64 << 20
     # A prompt of a million token ids, or of several millions in text.
     max_body_separators: int = 1 << 20
@@ -111,8 +110,6 @@ class Frontend:
         method, path = scope["method"], scope["path"]
         if path == "/ready":
             await self._answer_ready(send)
-        elif path == "/drain" and method in ("GET", "POST"):  # a preStop hook of Kubernetes can only send GET
-            await self._answer_drain(send)
         elif method == "POST":
             await self._serve(scope, receive, send)
         else:
@@ -125,10 +122,6 @@ class Frontend:
             await _answer(send, HTTPStatus.SERVICE_UNAVAILABLE, {"status": "starting"}, headers=[RETRY_AFTER])
         else:
             await _answer(send, HTTPStatus.OK, {"status": "ready"})
-
-    async def _answer_drain(self, send: Send) -> None:
-        drained = await self._drain.wait(self._settings.drain_timeout_seconds)
-        await _answer(send, HTTPStatus.OK, {"drained": drained, "running": self._drain.running})
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Counts a request and sees to it that it ends in one of the four outcomes, whatever happens."""

@@ -1,4 +1,4 @@
-"""The plaintext port of a pod whose requests come over TLS: probes, metrics and the stop hook, and nothing else."""
+"""The plaintext port of a pod whose requests come over TLS: probes and metrics, and nothing else."""
 
 from http import HTTPStatus
 from typing import Final
@@ -8,7 +8,7 @@ from specserve_workers.frontend.middleware import App, Receive, Scope
 from specserve_workers.frontend.responses import Send
 
 # The kubelet and Prometheus have no certificates.
-OPEN_PATHS: Final = frozenset({"/health", "/ready", "/metrics", "/drain"})
+OPEN_PATHS: Final = frozenset({"/health", "/ready", "/metrics"})
 
 
 def refuse_over_plaintext(app: App, *, https_port: int) -> App:

@@ -14,12 +14,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from specserve_workers.control.drain import DrainState
+from specserve_workers.control.drain_socket import drain_on_request
 from specserve_workers.control.engine import EngineNumbers
 from specserve_workers.control.metrics import WorkerCollector
 from specserve_workers.control.resolver import PeerResolver, dns_lookup, hosts_dir_lookup
 from specserve_workers.control.runtime_state import SpeculationControl, StateFile
 from specserve_workers.control.service import ControlPortError, ControlServer, ControlService, PodIdentity
 from specserve_workers.control.stats import ServingStats
+from specserve_workers.drain import socket_path
 from specserve_workers.flags import FlagError, ServingFlags
 from specserve_workers.frontend.lease_release import LeaseReleaser
 from specserve_workers.frontend.middleware import Disaggregation, Frontend, FrontendSettings, Pool
@@ -142,6 +144,9 @@ class _Pod:
                 task = await stack.enter_async_context(_background(server.serve(sockets=[sock])))
                 await self._listening(server, task)
                 serving.add(task)
+            timeout_seconds = self._flags.drain_timeout_seconds
+            hook = drain_on_request(socket_path(), self._drain, timeout_seconds=timeout_seconds)
+            await stack.enter_async_context(hook)
             # Stops the server when the engine is dead, also if no request finds out.
             async with self._control(engine), _background(watchdog_loop(servers[0], engine)):
                 await self._wait_for_certificate()
@@ -197,7 +202,6 @@ class _Pod:
             FrontendSettings(
                 pool=self._flags.pool,
                 block_size_tokens=engine.vllm_config.cache_config.block_size,
-                drain_timeout_seconds=self._flags.drain_timeout_seconds,
             ),
             stats=self._stats,
             drain=self._drain,

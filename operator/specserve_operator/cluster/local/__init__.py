@@ -33,7 +33,7 @@ ReplicaSets (pods belong to their Deployment), NetworkPolicies, and resource req
 not enforced.
 
 What a container gets besides its own environment: that of the control plane, `SPECSERVE_HOSTS_DIR`,
-`SPECSERVE_POD_UID`, and `KUBECONFIG` if the pod has a ServiceAccount.
+`SPECSERVE_RUN_DIR`, `SPECSERVE_POD_UID`, and `KUBECONFIG` if the pod has a ServiceAccount.
 """
 
 from specserve_operator.cluster.local.cluster import LocalCluster

@@ -173,6 +173,7 @@ class PodRunner:
             "HOSTNAME": self._key.name,
             "SPECSERVE_POD_UID": self.pod_uid,
             "SPECSERVE_HOSTS_DIR": str(self._node.state.hosts / self._key.namespace),
+            "SPECSERVE_RUN_DIR": str(self.folder / "run"),
         }
         if kubeconfig.exists():
             base["KUBECONFIG"] = str(kubeconfig)

@@ -7,6 +7,7 @@ import argparse
 import json
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -17,6 +18,7 @@ import grpc
 
 from specserve_protos.v1alpha1 import control_pb2 as pb
 from specserve_protos.v1alpha1 import control_pb2_grpc
+from specserve_workers.drain import short_name, socket_path
 
 BOUNDS_MS = (10.0, 100.0, 1000.0)
 
@@ -39,8 +41,6 @@ def say(line: str) -> None:
 def make_handler(state: State) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            if self.path == "/drain":
-                state.draining = True
             is_ready = self.path != "/ready" or not state.draining
             self.answer(200 if is_ready else 503, {"data": [{"id": "tiny", "object": "model"}], "object": "list"})
 
@@ -101,6 +101,20 @@ class Control(control_pb2_grpc.ControlServiceServicer):
         )
 
 
+def answer_stop_hooks(state: State) -> None:
+    path = socket_path()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)
+    with socket.socket(socket.AF_UNIX) as sock, short_name(path) as name:
+        sock.bind(name)
+        sock.listen()
+        while True:
+            hook, _ = sock.accept()
+            state.draining = True
+            with hook:
+                hook.sendall(b"{}\n")
+
+
 def main(pool: str) -> None:
     arguments = sys.argv[1:]
     engine_arguments = arguments[arguments.index("--") + 1 :] if "--" in arguments else []
@@ -118,8 +132,9 @@ def main(pool: str) -> None:
     control_pb2_grpc.add_ControlServiceServicer_to_server(Control(state), control)
     control.add_insecure_port(f"{options.host}:{options.control_port}")
     control.start()
+    threading.Thread(target=answer_stop_hooks, args=[state], daemon=True).start()
     signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=http.shutdown).start())
     say(f"fake {pool} pod serves on {options.host}")
     http.serve_forever()
     control.stop(0.5).wait()
-    say("drained")
+    say(f"drained, {'after' if state.draining else 'without'} a stop hook")
