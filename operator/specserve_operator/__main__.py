@@ -14,13 +14,11 @@ import typer
 from specserve_operator import app as process
 from specserve_operator.cluster.protocol import ClusterError
 from specserve_operator.core.config import OperatorConfig
-from specserve_operator.identity.authority import AuthorityPolicy
+from specserve_operator.identity.authority import AuthorityPolicy, PolicyError
 from specserve_operator.issuing import IssuingOptions
 from specserve_operator.logs import LogFormat, configure_logs
 
 _EXIT_FAILURE = 1
-# In a pod, which has an address of its own.
-_ALL_ADDRESSES = "0.0.0.0"
 
 
 class LogLevel(StrEnum):
@@ -57,8 +55,7 @@ def main(
             namespace=namespace,
             host=identity_service,
             port=identity_port,
-            listen_host=_ALL_ADDRESSES,
-            policy=AuthorityPolicy(certificate_lifetime=timedelta(seconds=certificate_lifetime_seconds)),
+            policy=_policy(certificate_lifetime_seconds),
         )
     config = OperatorConfig(
         default_engine_image=default_engine_image,
@@ -83,6 +80,13 @@ def main(
     except (ClusterError, OSError) as error:
         logging.getLogger(__name__).error("%s", error)
         sys.exit(_EXIT_FAILURE)
+
+
+def _policy(certificate_lifetime_seconds: int) -> AuthorityPolicy:
+    try:
+        return AuthorityPolicy(certificate_lifetime=timedelta(seconds=certificate_lifetime_seconds))
+    except (PolicyError, OverflowError) as error:
+        raise typer.BadParameter(str(error), param_hint="--certificate-lifetime-seconds") from error
 
 
 if __name__ == "__main__":

@@ -4,17 +4,18 @@ import asyncio
 import logging
 import platform
 import signal
-from contextlib import AsyncExitStack
+from collections.abc import Callable
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, replace
 
 import kopf
 
 from specserve_operator.cluster.kube.client import KubeClient
 from specserve_operator.cluster.kube.cluster import KubeCluster, keep_in_step
-from specserve_operator.cluster.kube.discovery import find_crd_problem, find_kinds
+from specserve_operator.cluster.kube.discovery import Offer, find_kinds, find_offer
 from specserve_operator.cluster.kube.events import EventRecorder
 from specserve_operator.cluster.kube.health import WatchHealth
-from specserve_operator.cluster.kube.kinds import POD_MONITOR, WATCHED, Kind
+from specserve_operator.cluster.kube.kinds import OPTIONAL, POD_MONITOR, WATCHED, Kind
 from specserve_operator.cluster.kube.lease import Lease, run_as_leader
 from specserve_operator.cluster.kube.login import load_configuration
 from specserve_operator.cluster.protocol import ClusterError
@@ -35,12 +36,16 @@ _LOG = logging.getLogger(__name__)
 _MAX_KEY_AGE_SECONDS = 600.0
 _MAX_WATCH_LAG_SECONDS = 300.0
 _RETRY_SECONDS = 2.0
+# How often to look for CRDs that were installed, upgraded or removed, and how long to let them settle.
+_OFFER_SECONDS, _OFFER_SETTLE_SECONDS = 10.0, 1.0
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
     """How the process is set. `namespaces`: those that are watched; none stands for the whole cluster.
 
+    `host`: the address that probes and metrics listen on; None for all of them.
     `sweep_seconds`: how often everything is listed, though watches should have told of every change.
     """
 
@@ -48,7 +53,7 @@ class Options:
     namespaces: tuple[str, ...] = ()
     pod_name: str = platform.node()
     pod_namespace: str = "default"
-    host: str = "0.0.0.0"
+    host: str | None = None
     health_port: int = 8080
     metrics_port: int = 9090
     leader_election_lease: str | None = None
@@ -59,17 +64,18 @@ class Options:
 class Operator:
     """The parts that live as long as the process, and how healthy they are."""
 
-    def __init__(self, client: KubeClient, options: Options, kinds: tuple[Kind, ...]) -> None:
-        self.clock: Clock = SystemClock()
+    def __init__(self, client: KubeClient, options: Options, offer: Offer, *, clock: Clock | None = None) -> None:
+        self.clock: Clock = clock or SystemClock()
         self.metrics = OperatorMetrics()
-        self.health = WatchHealth(self.clock.time)
+        self.health = WatchHealth(self.clock.time, namespaces=options.namespaces)
         recorder = EventRecorder(client, now=self.clock.utc_now, reporter=options.pod_name)
         self.cluster = KubeCluster(
-            client, recorder, self.health, namespaces=options.namespaces, kinds=kinds, on_apply=self.metrics.applied
+            client, recorder, self.health, namespaces=options.namespaces, on_apply=self._on_apply
         )
         window_seconds = options.config.stats_window_seconds
-        self.config = options.config
-        self.is_trust_changed = asyncio.Event()
+        self._config = options.config
+        self._are_settings_changed = asyncio.Event()
+        self._is_optional_refused = asyncio.Event()
         self.issuing = None if options.issuing is None else self._make_issuing(client, options.issuing)
         self.stats = StatsCollector(
             self.cluster,
@@ -82,6 +88,8 @@ class Operator:
         )
         self.is_synced = False
         self.relisted = asyncio.Event()
+        self._offer = Offer(OPTIONAL)
+        self.take(offer)
         self._show_gauges()
 
     def _make_issuing(self, client: KubeClient, options: IssuingOptions) -> Issuing:
@@ -91,15 +99,67 @@ class Operator:
             options,
             now=self.clock.utc_now,
             time=self.clock.time,
-            on_change=self.is_trust_changed.set,
+            on_change=self._are_settings_changed.set,
+            on_call=self.metrics.certified,
         )
 
-    async def pass_on_trust(self) -> None:
-        """Has every service's trust bundle written anew whenever other authorities are trusted. For ever."""
-        while self.issuing is not None:
-            await self.is_trust_changed.wait()
-            self.is_trust_changed.clear()
-            await self.reconciler.reconfigure(replace(self.config, trust_bundle=self.issuing.trust_bundle))
+    async def reconcile(self, stop: asyncio.Event) -> None:
+        """Works until `stop` is set, by the settings of now. Before that nothing may wait in line: nobody works."""
+        await self._reconfigure()
+        async with asyncio.TaskGroup() as group:
+            following = group.create_task(self._follow_settings(), name="settings")
+            await self.reconciler.run(stop)
+            following.cancel()
+
+    async def _follow_settings(self) -> None:
+        """Has every service looked at anew whenever other authorities are trusted or other CRDs installed. For ever."""
+        while True:
+            await self._are_settings_changed.wait()
+            await self._reconfigure()
+
+    async def _reconfigure(self) -> None:
+        self._are_settings_changed.clear()
+        self.reconciler.crd_problem = self._offer.crds.problem
+        trust_bundle = "" if self.issuing is None else self.issuing.trust_bundle
+        has_pod_monitors = POD_MONITOR in self._offer.optional
+        await self.reconciler.reconfigure(
+            replace(self._config, trust_bundle=trust_bundle, pod_monitors=has_pod_monitors)
+        )
+
+    async def follow_offer(self, client: KubeClient) -> None:
+        """Notices CRDs that are installed, upgraded or removed: in time, or as soon as one is missed. For ever."""
+        while True:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._is_optional_refused.wait(), _OFFER_SECONDS)
+                await asyncio.sleep(_OFFER_SETTLE_SECONDS)
+            self._is_optional_refused.clear()
+            try:
+                self.take(await find_offer(client, self._offer))
+            except ClusterError as error:
+                _LOG.warning("it is not known whether the CRDs are still the same: %s", error)
+
+    def take(self, offer: Offer) -> None:
+        """Goes on with other optional kinds and CRDs than before."""
+        before, self._offer = self._offer, offer
+        if offer == before:
+            return
+        for kind in set(offer.optional) - set(before.optional):
+            _LOG.info("%s are installed by now: services get theirs", kind.plural)
+        for kind in set(before.optional) - set(offer.optional):
+            _LOG.info("%s are not installed: services get none", kind.plural)
+            self.cluster.cache.keep_only(kind, None, listed=(), version=0)
+        if offer.crds.problem:
+            _LOG.warning("%s", offer.crds.problem)
+        elif before.crds.problem:
+            _LOG.info("the installed CRDs are those of this version by now")
+        self.cluster.kinds = tuple(kind for kind in WATCHED if not kind.is_optional or kind in offer.optional)
+        self.cluster.status_schemas = offer.crds.status_schemas
+        self._are_settings_changed.set()
+
+    def _on_apply(self, kind: str, outcome: str) -> None:
+        self.metrics.applied(kind, outcome)
+        if outcome == "refused" and kind in {optional.name for optional in OPTIONAL}:
+            self._is_optional_refused.set()
 
     def _show_gauges(self) -> None:
         queue, metrics = self.reconciler.queue, self.metrics
@@ -115,11 +175,7 @@ class Operator:
             self.health.behind_seconds,
         )
         metrics.gauge("specserve_operator_cached_objects", "Remembered objects.", lambda: len(self.cluster.cache))
-        metrics.show_conditions(self._services)
-
-    def _services(self) -> list[Manifest]:
-        manifests = (self.cluster.cache.get(ref) for ref in self.cluster.service_refs())
-        return [manifest for manifest in manifests if manifest is not None]
+        metrics.show_conditions(self.cluster.cache)
 
     def on_event(self, kind: Kind, type_: str | None, obj: Manifest) -> None:
         """Takes in what a watch has seen."""
@@ -128,9 +184,11 @@ class Operator:
             self.cluster.forget(kind, obj)
         else:
             self.cluster.observe(kind, obj)
-        if type_ is None:
-            # A watch has begun anew with a list of its own, which does not tell what was deleted in between.
-            self.relisted.set()
+
+    def on_watch(self, kind: Kind, namespace: str | None, version: int) -> None:
+        """A watch has begun, at this version: what happened before it did not show, so everything is listed."""
+        self.health.on_watch(kind, namespace, version)
+        self.relisted.set()
 
     def check_queue(self) -> str | None:
         """Liveness: no service waits, or is worked on, for ever."""
@@ -142,7 +200,7 @@ class Operator:
         age = self.health.behind_seconds()
         if age <= _MAX_WATCH_LAG_SECONDS:
             return None
-        return f"watches of {', '.join(self.health.kinds_behind())} have been silent for {age:.0f} s"
+        return f"watches of {', '.join(self.health.watches_behind())} have been silent for {age:.0f} s"
 
     def check_synced(self) -> str | None:
         """Readiness."""
@@ -151,14 +209,22 @@ class Operator:
 
 async def run(options: Options) -> None:
     """Runs until SIGTERM or SIGINT. Raises `ClusterError` where it cannot start, or has to be started anew."""
+    work = asyncio.create_task(_run(options), name="operator")
+    # Before anything waits: without a handler, the first process of a container ignores a signal.
+    _on_signals(work.cancel)
+    try:
+        await work
+    except asyncio.CancelledError:
+        if not work.cancelled():
+            raise
+        _LOG.info("stopped before the start was over")
+
+
+async def _run(options: Options) -> None:
     configuration = await load_configuration()
     async with KubeClient(configuration) as client:
-        kinds = await find_kinds(client, WATCHED)
-        config = replace(options.config, pod_monitors=POD_MONITOR in kinds)
-        operator = Operator(client, replace(options, config=config), kinds)
-        operator.reconciler.crd_problem = await find_crd_problem(client)
-        if operator.reconciler.crd_problem:
-            _LOG.warning("%s", operator.reconciler.crd_problem)
+        await find_kinds(client, WATCHED)
+        operator = Operator(client, options, await find_offer(client))
         async with AsyncExitStack() as stack:
             probes = probes_app(live=[operator.check_queue, operator.check_watches], ready=[operator.check_synced])
             await stack.enter_async_context(serving(probes, options.host, options.health_port))
@@ -172,17 +238,22 @@ async def _operate(client: KubeClient, operator: Operator, options: Options) -> 
     """Watches and reconciles until kopf ends, which it does on a signal; then the workers finish their step."""
     stop = asyncio.Event()
     await _list_everything(operator)
-    _LOG.info("%d services, %d objects in all", len(operator.cluster.service_refs()), len(operator.cluster.cache))
+    _LOG.info("%d services, %d objects in all", len(operator.cluster.cache.services()), len(operator.cluster.cache))
     async with AsyncExitStack() as stack:
         if operator.issuing is not None:
             await operator.issuing.load()
             await stack.enter_async_context(operator.issuing.serving())
-            await operator.reconciler.reconfigure(replace(operator.config, trust_bundle=operator.issuing.trust_bundle))
         operator.is_synced = True
         try:
             await _run_parts(client, operator, options, stop=stop)
         except BaseExceptionGroup as group:
             raise _first_cause(group) from group
+
+
+def _on_signals(act: Callable[[], object]) -> None:
+    loop = asyncio.get_running_loop()
+    for number in _SIGNALS:
+        loop.add_signal_handler(number, act)
 
 
 async def _stop_in_order(
@@ -191,9 +262,7 @@ async def _stop_in_order(
     """Takes the signals over from kopf, which cancels every task in the process when it ends: steps that are under way
     come to their end and the Lease is given back before that."""
     await kopf_ready.wait()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+    _on_signals(stop.set)
     await stop.wait()
     await asyncio.wait([reconciling])
     kopf_stop.set()
@@ -225,17 +294,17 @@ async def _run_parts(client: KubeClient, operator: Operator, options: Options, *
             group.create_task(
                 keep_in_step(operator.cluster, operator.relisted, period_seconds=options.sweep_seconds), name="sweep"
             ),
-            group.create_task(operator.pass_on_trust(), name="trust"),
+            group.create_task(operator.follow_offer(client), name="offer"),
         ]
         if operator.issuing is not None:
             group.create_task(operator.issuing.run(stop), name="authority")
-        reconciling = group.create_task(_reconcile(client, operator, options, stop), name="reconciler")
+        reconciling = group.create_task(reconcile_alone(client, operator, options, stop), name="reconciler")
         kopf_ready, kopf_stop = asyncio.Event(), asyncio.Event()
         group.create_task(_stop_in_order(stop, reconciling, kopf_ready=kopf_ready, kopf_stop=kopf_stop), name="signals")
-        registry = build_registry(operator.cluster.kinds, operator.on_event)
+        watched = tuple(kind for kind in WATCHED if not kind.is_optional)
         await kopf.operator(
-            registry=registry,
-            settings=kopf_settings(operator.cluster.kinds, pod_name=options.pod_name),
+            registry=build_registry(watched, operator.on_event, on_watch=operator.on_watch),
+            settings=kopf_settings(watched, pod_name=options.pod_name),
             # Left to find one by itself, kopf asks for the user's name, which a pod's user has not.
             identity=options.pod_name,  # type: ignore[arg-type]  # a str, by a name that kopf keeps to itself
             standalone=True,
@@ -249,10 +318,10 @@ async def _run_parts(client: KubeClient, operator: Operator, options: Options, *
             task.cancel()
 
 
-async def _reconcile(client: KubeClient, operator: Operator, options: Options, stop: asyncio.Event) -> None:
+async def reconcile_alone(client: KubeClient, operator: Operator, options: Options, stop: asyncio.Event) -> None:
     """Alone among all operators: at once, or as soon as the Lease is ours. Raises `LeaseLostError`."""
     if options.leader_election_lease is None:
-        await operator.reconciler.run(stop)
+        await operator.reconcile(stop)
         return
     time = operator.clock.time
     lease = Lease(
@@ -262,7 +331,7 @@ async def _reconcile(client: KubeClient, operator: Operator, options: Options, s
         identity=options.pod_name,
         time=time,
     )
-    leading = asyncio.ensure_future(run_as_leader(lease, lambda: operator.reconciler.run(stop), time=time))
+    leading = asyncio.ensure_future(run_as_leader(lease, lambda: operator.reconcile(stop), time=time))
     stopping = asyncio.ensure_future(stop.wait())
     try:
         await asyncio.wait([leading, stopping], return_when=asyncio.FIRST_COMPLETED)

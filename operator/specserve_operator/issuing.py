@@ -5,15 +5,15 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from typing import Any
 
 from specserve_operator.cluster.kube.cache import ObjectCache
 from specserve_operator.cluster.kube.client import KubeClient
-from specserve_operator.cluster.kube.kinds import POD, SERVICE
+from specserve_operator.cluster.kube.kinds import DEPLOYMENT, POD, SERVICE, Kind
 from specserve_operator.cluster.kube.secret import SecretStore
 from specserve_operator.cluster.protocol import ClusterError
-from specserve_operator.constants import LABEL_SERVICE
-from specserve_operator.core.objects import ObjectRef, ServiceKey
+from specserve_operator.core.objects import Manifest, ObjectRef
 from specserve_operator.identity.authority import AuthorityPolicy, AuthorityStateError
 from specserve_operator.identity.issuer_keys import IssuerKeys, KeysUnavailableError
 from specserve_operator.identity.keeper import AuthorityKeeper, CaStoreError
@@ -30,14 +30,17 @@ _KEY_FORMATS = "application/jwk-set+json, application/json"
 
 @dataclass(frozen=True, slots=True)
 class IssuingOptions:
-    """`secret`: name of the Secret in `namespace` that keeps the authority. `host`: DNS name of our Service."""
+    """`secret`: name of the Secret in `namespace` that keeps the authority. `host`: DNS name of our Service.
+
+    `listen_host`: the address to listen on; None for all of them.
+    """
 
     secret: str
     namespace: str
     host: str
     port: int
-    listen_host: str
     policy: AuthorityPolicy
+    listen_host: str | None = None
 
     @property
     def server(self) -> str:
@@ -46,7 +49,10 @@ class IssuingOptions:
 
 
 class Issuing:
-    """Everything that has to do with certificates. `on_change` is called whenever other authorities are trusted."""
+    """Everything that has to do with certificates.
+
+    `on_change` is called whenever other authorities are trusted, `on_call` with the outcome of each pod's call.
+    """
 
     def __init__(
         self,
@@ -57,6 +63,7 @@ class Issuing:
         now: Callable[[], datetime],
         time: Callable[[], float],
         on_change: Callable[[], None],
+        on_call: Callable[[str], None] = lambda outcome: None,
     ) -> None:
         self._cache = cache
         self._options = options
@@ -64,8 +71,8 @@ class Issuing:
         self._keeper = AuthorityKeeper(store, options.policy, now=now, on_change=on_change)
         self.tls = OperatorTls(lambda: self._keeper.authority, hosts=(options.host,), now=now)
         verifier = TokenVerifier(IssuerKeys(_ApiServerKeys(client), time), audience=TOKEN_AUDIENCE)
-        self._servicer = IdentityServicer(
-            verifier, self._find_pod, authority=lambda: self._keeper.authority, now=now, clock=time
+        self.servicer = IdentityServicer(
+            verifier, self.find_pod, authority=lambda: self._keeper.authority, now=now, clock=time, on_call=on_call
         )
 
     @property
@@ -83,7 +90,7 @@ class Issuing:
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
         """Answers pods. Raises `IdentityPortError`."""
-        server = IdentityServer(self._servicer, self.tls)
+        server = IdentityServer(self.servicer, self.tls)
         await server.start(self._options.listen_host, self._options.port)
         try:
             yield
@@ -94,14 +101,18 @@ class Issuing:
         """Keeps the authority in step with time until `stop` is set."""
         await self._keeper.run(stop)
 
-    def _find_pod(self, claims: PodClaims) -> PodId | None:
-        pod = self._cache.get(ObjectRef(POD.api_version, POD.name, claims.namespace, claims.pod_name))
+    def find_pod(self, claims: PodClaims) -> PodId | None:
+        """Who the pod of a token is; None while it is not known. Raises `PodRefusedError`."""
+
+        def find(kind: Kind, name: str) -> Manifest | None:
+            return self._cache.get(ObjectRef(kind.api_version, kind.name, claims.namespace, name))
+
+        pod = find(POD, claims.pod_name)
         if pod is None:
             return None
-        name = (pod["metadata"].get("labels") or {}).get(LABEL_SERVICE, "")
-        owned = self._cache.owned(ServiceKey(claims.namespace, name))
-        service = self._cache.get(ObjectRef(SERVICE.api_version, SERVICE.name, claims.namespace, name))
-        return certified_pod_id(claims, pod, owned, service)
+        return certified_pod_id(
+            claims, pod, find_service=partial(find, SERVICE), find_deployment=partial(find, DEPLOYMENT)
+        )
 
 
 class _ApiServerKeys:

@@ -1,6 +1,7 @@
 """HTTP for the kubelet and Prometheus: /healthz, /readyz and /metrics."""
 
-from collections.abc import AsyncIterator, Callable, Iterable
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 
 from aiohttp import web
@@ -28,11 +29,11 @@ def probes_app(*, live: Iterable[Check], ready: Iterable[Check]) -> web.Applicat
     return app
 
 
-def metrics_app(render: Callable[[], bytes]) -> web.Application:
+def metrics_app(render: Callable[[], Awaitable[bytes]]) -> web.Application:
     """`render` makes the text of /metrics."""
 
     async def metrics(_: web.Request) -> web.Response:
-        return web.Response(body=render(), content_type="text/plain", charset="utf-8")
+        return web.Response(body=await render(), content_type="text/plain", charset="utf-8")
 
     app = web.Application()
     app.add_routes([web.get("/metrics", metrics)])
@@ -40,13 +41,23 @@ def metrics_app(render: Callable[[], bytes]) -> web.Application:
 
 
 @asynccontextmanager
-async def serving(app: web.Application, host: str, port: int) -> AsyncIterator[int]:
-    """Serves `app` on `port`, 0 for any that is free. Gives the port. Raises OSError."""
+async def serving(app: web.Application, host: str | None, port: int) -> AsyncIterator[int]:
+    """Serves `app` on `port`, 0 for any that is free; on all addresses unless `host` is given. Gives the port.
+
+    Raises OSError.
+    """
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
     try:
-        site = web.TCPSite(runner, host, port)
+        site = web.SockSite(runner, _all_addresses(port)) if host is None else web.TCPSite(runner, host, port)
         await site.start()
         yield runner.addresses[0][1]
     finally:
         await runner.cleanup()
+
+
+def _all_addresses(port: int) -> socket.socket:
+    """Listens on IPv6 and IPv4, or on IPv4 alone where there is nothing else."""
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server(("", port))

@@ -10,6 +10,8 @@ from pathlib import Path
 from prometheus_client.core import Metric
 
 import specserve_operator
+from specserve_operator.cluster.kube.cache import ObjectCache
+from specserve_operator.cluster.kube.kinds import SERVICE
 from specserve_operator.metrics import OperatorMetrics
 from specserve_workers.control.drain import DrainState
 from specserve_workers.control.metrics import WorkerCollector
@@ -34,10 +36,11 @@ def _operator_metrics() -> dict[str, frozenset[str]]:
     metrics = OperatorMetrics()
     metrics.reconciled("ok", 0.1)
     metrics.applied("Pod", "created")
-    condition = {"type": "Ready", "status": "True"}
-    metrics.show_conditions(
-        lambda: [{"metadata": {"namespace": "n", "name": "s"}, "status": {"conditions": [condition]}}]
-    )
+    metrics.certified("issued")
+    cache = ObjectCache()
+    meta = {"namespace": "n", "name": "s", "resourceVersion": "1"}
+    cache.put(SERVICE, {"metadata": meta, "status": {"conditions": [{"type": "Ready", "status": "True"}]}})
+    metrics.show_conditions(cache)
     return _series(metrics.registry.collect()) | dict.fromkeys(_operator_gauges(), frozenset[str]())
 
 

@@ -81,6 +81,7 @@ def test_queries_ask_for_conditions_and_outcomes_that_exist() -> None:
         "specserve_operator_workqueue_oldest_key_age_seconds",
         "specserve_operator_watch_age_seconds",
         "specserve_operator_apply_total",
+        "specserve_operator_certificates_total",
         "specserve_service_condition",
         "specserve_worker_time_to_first_token_seconds_bucket",
         "specserve_worker_time_per_output_token_seconds_bucket",

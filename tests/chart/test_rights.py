@@ -7,12 +7,13 @@ import pytest
 
 from specserve_operator.cluster.kube.kinds import WATCHED
 from tests.chart.cases import CASES
-from tests.chart.rendering import Manifest, Release, of_kind, only, render
+from tests.chart.rendering import Manifest, Release, of_kind, only, operator_container, render
 
 Right = tuple[str, str, str]  # API group, resource, verb
 
 READ = ("get", "list", "watch")
-WRITE = (*READ, "create", "patch", "delete")
+MAKE = (*READ, "create", "patch")
+WRITE = (*MAKE, "delete")
 
 
 def _rights(group: str, resources: str, verbs: Iterable[str]) -> set[Right]:
@@ -20,22 +21,22 @@ def _rights(group: str, resources: str, verbs: Iterable[str]) -> set[Right]:
 
 
 OPERATOR_RIGHTS = (
-    _rights("specserve.dev", "speculativeservices draftrevisions", READ)
+    _rights("specserve.dev", "speculativeservices", ("list", "watch"))
     | _rights("specserve.dev", "poolscalers", WRITE)
-    | _rights("specserve.dev", "speculativeservices/status poolscalers/status", ("get", "patch"))
+    | _rights("specserve.dev", "speculativeservices/status poolscalers/status", ("patch",))
     | _rights("specserve.dev", "speculativeservices/finalizers", ("update",))
     | _rights("apps", "deployments controllerrevisions", WRITE)
-    | _rights("", "services configmaps serviceaccounts", WRITE)
+    | _rights("", "services", WRITE)
+    | _rights("", "configmaps serviceaccounts", MAKE)
     | _rights("", "pods", READ)
     | _rights("", "events", ("create", "patch"))
-    | _rights("rbac.authorization.k8s.io", "roles rolebindings", WRITE)
+    | _rights("rbac.authorization.k8s.io", "roles rolebindings", MAKE)
     | _rights("policy", "poddisruptionbudgets", WRITE)
     | _rights("networking.k8s.io", "networkpolicies", WRITE)
-    | _rights("monitoring.coreos.com", "podmonitors", WRITE)
+    | _rights("monitoring.coreos.com", "podmonitors", ("get", "list", "create", "patch"))
 )
-OWN_RIGHTS = _rights("", "secrets", ("get", "patch", "update")) | _rights(
-    "coordination.k8s.io", "leases", ("get", "create", "update", "patch")
-)
+OWN_RIGHTS = _rights("", "secrets", ("get", "patch"))
+LEASE_RIGHTS = _rights("coordination.k8s.io", "leases", ("get", "create", "update"))
 SERVICES, SCALERS, DRAFTS = "speculativeservices", "poolscalers", "draftrevisions"
 ALL_KINDS = f"{SERVICES} {SCALERS} {DRAFTS}"
 STATUSES = f"{SERVICES}/status {SCALERS}/status {DRAFTS}/status"
@@ -93,7 +94,8 @@ def test_the_operator_of_a_cluster_has_the_listed_rights() -> None:
 
 def test_rights_cover_every_kind_that_the_operator_watches() -> None:
     for kind in WATCHED:
-        assert {(kind.group, kind.plural, verb) for verb in READ} <= OPERATOR_RIGHTS
+        verbs = ("list",) if kind.is_optional else ("list", "watch")
+        assert {(kind.group, kind.plural, verb) for verb in verbs} <= OPERATOR_RIGHTS
 
 
 def test_rights_that_the_operator_hands_out_to_gateways_are_its_own() -> None:
@@ -101,12 +103,22 @@ def test_rights_that_the_operator_hands_out_to_gateways_are_its_own() -> None:
     assert _rights("", "pods", READ) <= OPERATOR_RIGHTS
 
 
-def test_secrets_and_leases_are_granted_in_the_operators_namespace_only() -> None:
+def test_one_secret_is_granted_in_the_operators_namespace_only() -> None:
     role = only(render(Release()), "Role")
     assert role["metadata"]["namespace"] == "llm-system"
     assert _granted(role) == OWN_RIGHTS
-    (secrets,) = [rule for rule in role["rules"] if "secrets" in rule["resources"]]
+    (secrets,) = role["rules"]
     assert secrets["resourceNames"] == ["specserve-operator-identity"]
+
+
+def test_one_lease_is_granted_where_there_is_an_election() -> None:
+    objects = render(Release({"leaderElection": {"enabled": True}}))
+    role = only(objects, "Role")
+    assert _granted(role) == OWN_RIGHTS | LEASE_RIGHTS
+    names = {tuple(r["verbs"]): r.get("resourceNames") for r in role["rules"] if "leases" in r["resources"]}
+    # Who makes an object has not named it yet when it is asked for the right.
+    assert names == {("get", "update"): ["specserve-operator"], ("create",): None}
+    assert "--leader-election-lease=specserve-operator" in operator_container(objects)["args"]
 
 
 def test_rights_follow_the_name_of_the_secret() -> None:

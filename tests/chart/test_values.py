@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import yaml
 from specserve_operator.api.validation import parse_service
 from specserve_operator.core.config import OperatorConfig
 from specserve_operator.core.problems import find_problems
+from specserve_operator.identity.authority import AuthorityPolicy, PolicyError
 from tests.chart.cases import CASES
 from tests.chart.rendering import CHART, HelmError, Release, render, run_helm
 
@@ -72,6 +74,8 @@ def test_a_value_that_the_chart_does_not_know_is_refused_by_name(values: dict[st
         {"replicas": "two"},
         {"replicas": -1},
         {"logging": {"level": "verbose"}},
+        {"identity": {"certificateLifetimeSeconds": 59}},
+        {"identity": {"certificateLifetimeSeconds": 604_801}},
         {"image": {"pullPolicy": "Sometimes"}},
         {"image": {"repository": ""}},
         {"image": {"digest": "latest"}},
@@ -100,6 +104,15 @@ def test_a_value_of_the_wrong_form_is_refused(values: dict[str, Any]) -> None:
 def test_values_that_contradict_each_other_are_refused_with_the_way_out(values: dict[str, Any], message: str) -> None:
     with pytest.raises(HelmError, match=message):
         render(Release(values))
+
+
+def test_every_lifetime_that_the_chart_takes_is_one_that_the_operator_takes() -> None:
+    seconds = SCHEMA["properties"]["identity"]["properties"]["certificateLifetimeSeconds"]
+    for bound in ("minimum", "maximum"):
+        lifetime = timedelta(seconds=seconds[bound])
+        assert AuthorityPolicy(certificate_lifetime=lifetime).certificate_lifetime == lifetime
+    with pytest.raises(PolicyError):
+        AuthorityPolicy(certificate_lifetime=timedelta(seconds=seconds["maximum"] + 1))
 
 
 def test_a_parent_chart_may_set_global_values() -> None:

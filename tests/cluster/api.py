@@ -34,6 +34,7 @@ PREFIXES = {
     "leases": "/apis/coordination.k8s.io/v1",
     "networkpolicies": "/apis/networking.k8s.io/v1",
     "poddisruptionbudgets": "/apis/policy/v1",
+    "podmonitors": "/apis/monitoring.coreos.com/v1",
     **dict.fromkeys(("draftrevisions", "poolscalers", "speculativeservices"), "/apis/specserve.dev/v1alpha1"),
 }
 

@@ -39,33 +39,45 @@ def user_name(namespace: str = NAMESPACE, account: str = ACCOUNT) -> str:
 
 @functools.cache
 def chart_documents(
-    templates: tuple[str, ...], watched: tuple[str, ...] = (), namespace: str = NAMESPACE
+    templates: tuple[str, ...],
+    watched: tuple[str, ...] = (),
+    namespace: str = NAMESPACE,
+    *,
+    leader_election: bool = False,
 ) -> tuple[dict[str, Any], ...]:
     """Objects that the chart makes from `templates` when it is installed in `namespace`."""
     values = ["--set", f"watch.namespaces={{{','.join(watched)}}}"] if watched else []
+    values += ["--set", "leaderElection.enabled=true"] if leader_election else []
     shown = [part for template in templates for part in ("--show-only", f"templates/{template}")]
     command = [built("helm"), "template", "specserve", str(CHART), "--namespace", namespace, "--kube-version=1.34.0"]
     done = subprocess.run([*command, *shown, *values], capture_output=True, text=True, check=True, env=environment())
     return tuple(document for document in yaml.safe_load_all(done.stdout) if document)
 
 
-def chart_rules(watched: tuple[str, ...] = (), namespace: str = NAMESPACE) -> tuple[dict[str, Any], ...]:
+def chart_rules(
+    watched: tuple[str, ...] = (), namespace: str = NAMESPACE, *, leader_election: bool = False
+) -> tuple[dict[str, Any], ...]:
     """The roles and bindings that the chart gives to an operator in `namespace`, for the whole cluster or a part."""
-    return chart_documents(_RULES, watched, namespace)
+    return chart_documents(_RULES, watched, namespace, leader_election=leader_election)
 
 
-def chart_flags(watched: tuple[str, ...] = (), namespace: str = NAMESPACE) -> list[str]:
+def chart_flags(
+    watched: tuple[str, ...] = (), namespace: str = NAMESPACE, *, leader_election: bool = False
+) -> list[str]:
     """The command line with which the chart starts the operator."""
-    (deployment,) = chart_documents(("deployment.yaml",), watched, namespace)
+    (deployment,) = chart_documents(("deployment.yaml",), watched, namespace, leader_election=leader_election)
     (container,) = deployment["spec"]["template"]["spec"]["containers"]
     return list(container["args"])
 
 
-def install_rules(access: Access, watched: Sequence[str] = (), namespace: str = NAMESPACE) -> Path:
+def install_rules(
+    access: Access, watched: Sequence[str] = (), namespace: str = NAMESPACE, *, leader_election: bool = False
+) -> Path:
     """Makes what the chart makes for an operator, but for the process. Returns a kubeconfig of its account."""
     home = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": namespace}}
     own = chart_documents(_OWN_OBJECTS, tuple(watched), namespace)
-    text = yaml.safe_dump_all([home, *own, *chart_rules(tuple(watched), namespace)])
+    rules = chart_rules(tuple(watched), namespace, leader_election=leader_election)
+    text = yaml.safe_dump_all([home, *own, *rules])
     access.kubectl("apply", "--server-side", "--force-conflicts", "-f", "-", stdin=text)
     groups = ["system:serviceaccounts", f"system:serviceaccounts:{namespace}", "system:authenticated"]
     return access.kubeconfig_for(user_name(namespace), groups)
@@ -86,7 +98,7 @@ class OperatorOptions:
     def flags(self, *, health_port: int, metrics_port: int, identity_port: int) -> list[str]:
         """Those of the chart, and what is different here: of a flag that is given twice, the last counts."""
         flags = [
-            *chart_flags(self.watched, self.namespace),
+            *chart_flags(self.watched, self.namespace, leader_election=self.leader_election),
             *("--default-engine-image", self.engine_image),
             *("--gateway-image", self.gateway_image),
             *("--health-port", str(health_port)),
@@ -94,7 +106,7 @@ class OperatorOptions:
             *("--identity-port", str(identity_port)),
             *("--log-format", "text"),
         ]
-        return flags + (["--leader-election"] if self.leader_election else []) + list(self.more)
+        return flags + list(self.more)
 
 
 class OperatorProcess:

@@ -55,7 +55,9 @@ class Site:
             stack.callback(self.api.close)
             self.mirror = stack.enter_context(Mirror(self.api, background))
             self.kubelet = stack.enter_context(FakeKubelet(self.api, self.mirror, background))
-            kubeconfig = install_rules(self.control_plane, self._options.watched)
+            kubeconfig = install_rules(
+                self.control_plane, self._options.watched, leader_election=self._options.leader_election
+            )
             if self._behind_proxy:
                 self.proxy = stack.enter_context(Proxy(self.control_plane.layout.address, background))
                 kubeconfig = self.proxy.redirect(kubeconfig, self.control_plane.server)

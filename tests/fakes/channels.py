@@ -1,8 +1,9 @@
 """Control channels to pods that are only answers."""
 
 import asyncio
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
+from specserve_operator.runtime.clock import Clock, sleep
 from specserve_operator.runtime.control_channels import PodUnreachableError
 from specserve_protos.v1alpha1 import control_pb2 as pb
 
@@ -14,6 +15,8 @@ class FakeChannels:
         self.answers: dict[str, pb.GetStatsResponse | None] = {}
         self.pushed: list[tuple[str, pb.SetSpeculationRequest]] = []
         self.kept: set[str] = set()
+        self.dropped: list[str] = []
+        self.hung: dict[str, Clock] = {}  # those that say nothing before the time-out
         self.asked: list[str] = []
         self.certified: dict[str, str | None] = {}
         self.is_closed = False
@@ -26,7 +29,7 @@ class FakeChannels:
         self.certified[pod_ip] = certified_uid
         self.running += 1
         self.most_running = max(self.most_running, self.running)
-        await asyncio.sleep(0)
+        await (sleep(self.hung[pod_ip], timeout_seconds) if pod_ip in self.hung else asyncio.sleep(0))
         self.running -= 1
         answer = self.answers.get(pod_ip)
         if answer is None:
@@ -46,6 +49,9 @@ class FakeChannels:
 
     async def keep_only(self, pod_ips: Collection[str]) -> None:
         self.kept = set(pod_ips)
+
+    async def drop(self, pod_ips: Iterable[str]) -> None:
+        self.dropped += pod_ips
 
     async def close(self) -> None:
         self.is_closed = True

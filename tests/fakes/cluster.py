@@ -5,6 +5,7 @@ import copy
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
+from specserve_operator.cluster.kube.drift import owned_values
 from specserve_operator.cluster.protocol import ApplyOutcome, ClusterError
 from specserve_operator.constants import FIELD_MANAGER, LABEL_SERVICE
 from specserve_operator.core.objects import Event, Manifest, ObjectRef, ServiceKey
@@ -20,8 +21,10 @@ class MemoryCluster:
         self.services: dict[ServiceKey, Manifest] = {}
         self.objects: dict[ObjectRef, Manifest] = {}
         self.events: list[tuple[ServiceKey, Event]] = []
-        self.applied: list[ObjectRef] = []
+        self.applied: list[ObjectRef] = []  # objects that an apply has changed
+        self._rendered: dict[ObjectRef, Manifest] = {}
         self.deleted: list[ObjectRef] = []
+        self.refused_kinds: set[str] = set()
         self.status_writes = 0
         self._made: dict[ServiceKey, int] = {}
         self._failures: dict[str, list[Exception]] = {}
@@ -96,13 +99,15 @@ class MemoryCluster:
         return self._asked
 
     async def apply(self, obj: Manifest, *, field_manager: str = FIELD_MANAGER) -> ApplyOutcome:
-        self._maybe_fail("apply")
         ref = ObjectRef.of(obj)
-        self.applied.append(ref)
         old = self.objects.get(ref)
-        if old == obj:
-            return ApplyOutcome.UNCHANGED
-        self.objects[ref] = copy.deepcopy(obj)
+        if old is not None and self._rendered.get(ref, obj) == obj and owned_values(obj, old) == obj:
+            return ApplyOutcome.UNCHANGED  # without a request
+        self._maybe_fail("apply")
+        if ref.kind in self.refused_kinds:
+            raise ClusterError(f"{ref.kind} refused", retryable=False)
+        self.applied.append(ref)
+        self.objects[ref], self._rendered[ref] = copy.deepcopy(obj), copy.deepcopy(obj)
         return ApplyOutcome.CREATED if old is None else ApplyOutcome.CONFIGURED
 
     async def delete(self, ref: ObjectRef) -> None:

@@ -1,14 +1,15 @@
 {{/*
 What the operator may do where services are. A Role in each watched namespace, or a ClusterRole.
 Roles: the operator makes one for each gateway, and may only hand out what it has itself: reading pods.
+What belongs to a service as long as it lives is deleted with it, by Kubernetes, and never by the operator.
 */}}
 {{- define "specserve.serviceRules" -}}
 - apiGroups: [specserve.dev]
-  resources: [speculativeservices, draftrevisions]
-  verbs: [get, list, watch]
+  resources: [speculativeservices]
+  verbs: [list, watch]
 - apiGroups: [specserve.dev]
   resources: [speculativeservices/status, poolscalers/status]
-  verbs: [get, patch]
+  verbs: [patch]
 # So that children may block the deletion of their service where the API server checks that.
 - apiGroups: [specserve.dev]
   resources: [speculativeservices/finalizers]
@@ -20,8 +21,11 @@ Roles: the operator makes one for each gateway, and may only hand out what it ha
   resources: [deployments, controllerrevisions]
   verbs: [get, list, watch, create, patch, delete]
 - apiGroups: [""]
-  resources: [services, configmaps, serviceaccounts]
+  resources: [services]
   verbs: [get, list, watch, create, patch, delete]
+- apiGroups: [""]
+  resources: [configmaps, serviceaccounts]
+  verbs: [get, list, watch, create, patch]
 - apiGroups: [""]
   resources: [pods]
   verbs: [get, list, watch]
@@ -30,7 +34,7 @@ Roles: the operator makes one for each gateway, and may only hand out what it ha
   verbs: [create, patch]
 - apiGroups: [rbac.authorization.k8s.io]
   resources: [roles, rolebindings]
-  verbs: [get, list, watch, create, patch, delete]
+  verbs: [get, list, watch, create, patch]
 - apiGroups: [policy]
   resources: [poddisruptionbudgets]
   verbs: [get, list, watch, create, patch, delete]
@@ -39,7 +43,7 @@ Roles: the operator makes one for each gateway, and may only hand out what it ha
   verbs: [get, list, watch, create, patch, delete]
 - apiGroups: [monitoring.coreos.com]
   resources: [podmonitors]
-  verbs: [get, list, watch, create, patch, delete]
+  verbs: [get, list, create, patch]
 {{- end }}
 
 {{- define "specserve.subjects" -}}

@@ -180,20 +180,22 @@ class Speculation(ApiModel):
 
     draft: Draft
     mode: SpeculationMode = SpeculationMode.AUTO
-    """Auto: on while it makes decoding faster. Always, Never. Changed without restarting pods."""
+    """Always: on. Never: off. Auto: to be on while it makes decoding faster; until that is measured, it is on like
+    Always. Changed without restarting pods."""
     rollout_percent: Percent = 100
     """Share of requests that may be speculated."""
     length: Length = Length()
     control_percent: Annotated[int, Field(ge=0, le=50)] = 2
-    """Share of engine time decoded by the target alone, to measure the true speed-up."""
+    """Share of engine time to be decoded by the target alone, to measure the true speed-up. Not built yet: without
+    effect."""
 
 
 class KvTransfer(ApiModel):
     """How KV caches move from prefill to decode pods."""
 
     tls: TlsMode = TlsMode.AUTOMATIC
-    """Automatic: encrypted where the network is shared. On one machine KV caches stay on loopback, in plain text. On
-    Kubernetes, Automatic is not built yet and refused: set Disabled there, and KV caches move unencrypted."""
+    """Automatic: mutual TLS where the network is shared, with certificates that the operator issues to the pods. On one
+    machine all traffic stays on loopback, in plain text. Disabled: plain text everywhere."""
     connect_timeout_milliseconds: Milliseconds = 500
     stall_timeout_milliseconds: Milliseconds = 5000
     """A transfer that brings no byte for so long is given up. There is no limit on its whole duration."""

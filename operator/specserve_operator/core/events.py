@@ -100,22 +100,21 @@ def _speculation_events(previous: Status, status: Status) -> Iterator[Event]:
 
 
 def _transfer_events(previous: Status, status: Status, snapshot: Snapshot) -> Iterator[Event]:
-    """Fallbacks since the last status, with their causes, and the end of a time without transfers.
+    """That there were fallbacks since the last status, with all causes so far, and the end of a time without transfers.
 
     Where the last status had no totals, the first ones may be old: then nothing is told.
     """
     before, now = previous.get("kvTransfer"), status.get("kvTransfer") or {}
-    if before is not None and (added := now.get("fallbacks", 0) - before.get("fallbacks", 0)) > 0:
-        causes = snapshot.kv_transfer.counted.fallback_causes
-        total, moved = now.get("fallbacks", 0), now.get("transfers", 0)
+    if before is not None and now.get("fallbacks", 0) > before.get("fallbacks", 0):
+        # Without numbers: the same words are one event with a count, however often they are said.
+        causes = ", ".join(sorted(cause for cause, count in snapshot.kv_transfer.counted.fallbacks if count))
         yield _warning(
             EventReason.KV_TRANSFER_FALLBACK,
-            f"{added} prompts prefilled by decode pods ({causes}); "
-            f"in all {total} of {total + moved} prompts that were meant for prefill pods",
+            f"decode pods prefilled prompts themselves, for these causes so far: {causes or 'unknown'}",
         )
     last, current = _pair(previous, status, ConditionType.KV_TRANSFER_READY)
     if last is not None and last.status == FALSE and current.reason == Reason.TRANSFERRING:
-        yield _normal(EventReason.KV_TRANSFER_RESUMED, f"{now.get('transfers', 0)} transfers in all")
+        yield _normal(EventReason.KV_TRANSFER_RESUMED, "decode pods get their prompts from prefill pods again")
 
 
 def _pair(previous: Status, status: Status, type_: ConditionType) -> tuple[PreviousCondition | None, PreviousCondition]:

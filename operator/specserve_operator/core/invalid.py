@@ -1,4 +1,4 @@
-"""The status of a service whose spec cannot be read, so that nothing can be computed from it. Pure."""
+"""The status of a service whose spec is invalid, so that nothing can be computed from it. Pure."""
 
 from collections.abc import Mapping
 from datetime import datetime
@@ -6,14 +6,15 @@ from typing import Any
 
 from specserve_operator.api.conditions import ConditionType, EventReason, Reason
 from specserve_operator.api.status import Condition, ConditionStatus, format_time
-from specserve_operator.core.objects import Event, EventType, Manifest
+from specserve_operator.core.objects import Event, EventType
 
 
-def invalid_status(manifest: Manifest, message: str, *, now: datetime) -> dict[str, Any]:
-    """The last status with `Ready` false for the generation that is stored. What still runs stays shown."""
-    status: Mapping[str, Any] = manifest.get("status") or {}
-    last = {condition["type"]: condition for condition in status.get("conditions", ())}
-    generation = int(manifest["metadata"].get("generation", 0))
+def invalid_status(previous: Mapping[str, Any], message: str, *, generation: int, now: datetime) -> dict[str, Any]:
+    """The last status with `Ready` false for this generation. What still runs stays shown.
+
+    The other conditions go on to speak of the generation that they were judged by.
+    """
+    last = {condition["type"]: condition for condition in previous.get("conditions", ())}
     unknown = Condition(
         type=ConditionType.READY,
         status=ConditionStatus.UNKNOWN,
@@ -31,7 +32,7 @@ def invalid_status(manifest: Manifest, message: str, *, now: datetime) -> dict[s
         for kind in ConditionType
         if kind is not ConditionType.READY
     ]
-    return {**status, "observedGeneration": generation, "conditions": [ready, *others]}
+    return {**previous, "observedGeneration": generation, "conditions": [ready, *others]}
 
 
 def invalid_event(message: str) -> Event:

@@ -6,6 +6,7 @@ Numbers are rounded so that they stay the same while nothing happens.
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from specserve_operator.api.conditions import ConditionType
 from specserve_operator.api.status import (
     KvTransferStatus,
     LatencyObservation,
@@ -29,6 +30,18 @@ from specserve_operator.core.stats import (
 
 # Shown where the spec has no objectives.
 DEFAULT_PERCENTILE = 90
+
+# Columns repeat what is elsewhere in the status.
+_MEASURED_PARTS = frozenset({"latency", "kvTransfer", "columns"})
+_MEASURED_OF_SPECULATION = frozenset({"acceptancePercent", "meanAcceptedLength", "speedup", "message"})
+_MEASURED_CONDITIONS = frozenset(
+    {
+        ConditionType.KV_TRANSFER_READY,
+        ConditionType.SPECULATION_EFFECTIVE,
+        ConditionType.OBJECTIVES_MET,
+        ConditionType.DRAFT_UP_TO_DATE,
+    }
+)
 
 _Objective = TypeVar("_Objective", TimeToFirstToken, TimePerOutputToken)
 
@@ -171,3 +184,19 @@ def stored_kv_transfer(status: Mapping[str, Any]) -> KvTransferStatus:
     stored = status.get("kvTransfer") or {}
     numbers = {name: stored.get(name) for name in KvTransferStatus.model_fields}
     return KvTransferStatus(**{name: n for name, n in numbers.items() if isinstance(n, int) and n >= 0})
+
+
+def without_measurements(status: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a status is worth a write at once: everything but measured numbers, and texts that tell of them."""
+    kept = {name: value for name, value in status.items() if name not in _MEASURED_PARTS}
+    if "speculation" in kept:
+        kept["speculation"] = {k: v for k, v in kept["speculation"].items() if k not in _MEASURED_OF_SPECULATION}
+    if "conditions" in kept:
+        kept["conditions"] = [_without_measured_message(condition) for condition in kept["conditions"]]
+    return kept
+
+
+def _without_measured_message(condition: Mapping[str, Any]) -> Mapping[str, Any]:
+    if condition["type"] not in _MEASURED_CONDITIONS:
+        return condition
+    return {name: value for name, value in condition.items() if name != "message"}

@@ -1,5 +1,6 @@
 """Names, labels and selectors of everything that belongs to a service. The only place that derives them."""
 
+from collections.abc import Mapping
 from enum import StrEnum
 
 from specserve_operator.constants import (
@@ -72,6 +73,27 @@ def pod_monitor_name(service: str) -> str:
 def record_name(service: str, digest: str) -> str:
     """The ControllerRevision whose content has that digest."""
     return f"{service}-{digest}"
+
+
+def is_derived_name(kind: str, name: str, service: str, labels: Mapping[str, str]) -> bool:
+    """Whether an object of this kind, with these labels, would be called so. Anything else may be a copy.
+
+    Pods are named by the cluster.
+    """
+    pool = labels.get(LABEL_POOL, "")
+    match kind:
+        case "Pod":
+            return True
+        case "Deployment":
+            return name == f"{service}-{pool}-{labels.get(LABEL_REVISION, '')}"
+        case "NetworkPolicy" | "PodDisruptionBudget" | "PoolScaler":
+            return name == f"{service}-{pool}"
+        case "PodMonitor":
+            return name == pod_monitor_name(service)
+        case "Service" if LABEL_TARGET_REVISION in labels:
+            return name == prefill_peers_name(service, labels[LABEL_TARGET_REVISION])
+        case _:
+            return name.startswith(f"{service}-")
 
 
 def selector(service: str, pool: Pool, *, revision: str | None = None, target_revision: str | None = None) -> Labels:

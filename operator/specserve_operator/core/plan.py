@@ -307,8 +307,8 @@ def has_network_policies(config: OperatorConfig) -> bool:
 
 
 def needs_disruption_budget(pool: PoolPlan) -> bool:
-    """Serving pools that can spare a pod are protected from losing several at once."""
-    return pool.pool is not Pool.GATEWAY and pool.desired >= MIN_REPLICAS_FOR_BUDGET
+    """Pools that can spare a pod are protected from losing several at once."""
+    return pool.desired >= MIN_REPLICAS_FOR_BUDGET
 
 
 def _seconds_to_deadline(snapshot: Snapshot, pools: tuple[PoolPlan, ...]) -> float | None:

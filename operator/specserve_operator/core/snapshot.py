@@ -19,6 +19,7 @@ from specserve_operator.constants import (
     LABEL_REVISION,
     LABEL_SERVICE,
     LABEL_TARGET_REVISION,
+    MANAGED_BY,
 )
 from specserve_operator.core.config import OperatorConfig
 from specserve_operator.core.names import (
@@ -27,6 +28,7 @@ from specserve_operator.core.names import (
     ANNOTATION_TARGET_INPUTS,
     ANNOTATION_UPGRADE,
     LABEL_MANAGED_BY,
+    is_derived_name,
 )
 from specserve_operator.core.objects import Manifest, ObjectRef, ServiceKey
 from specserve_operator.core.records import PoolPin, Record, parse_record
@@ -208,11 +210,13 @@ def build_snapshot(
 
 
 def _is_ours(child: Manifest, service: SpeculativeService) -> bool:
+    """By its labels and, since people copy objects with their labels, by its name."""
     labels = child["metadata"].get("labels") or {}
     return bool(
         labels.get(LABEL_SERVICE) == service.metadata.name
-        and labels.get(LABEL_MANAGED_BY) == "specserve"
+        and labels.get(LABEL_MANAGED_BY) == MANAGED_BY
         and child["metadata"].get("namespace", "default") == service.metadata.namespace
+        and is_derived_name(child["kind"], child["metadata"]["name"], service.metadata.name, labels)
     )
 
 

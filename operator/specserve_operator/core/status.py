@@ -24,9 +24,7 @@ from specserve_operator.api.status import (
     format_time,
 )
 from specserve_operator.core.conditions import (
-    FALSE,
     TRUE,
-    UNKNOWN,
     Judgement,
     judge_gateway,
     judge_kv_transfer,
@@ -38,6 +36,7 @@ from specserve_operator.core.conditions import (
     judge_upgrade,
     previous_condition,
 )
+from specserve_operator.core.invalid import invalid_status
 from specserve_operator.core.measurements import (
     compute_kv_transfer,
     compute_latency,
@@ -121,21 +120,22 @@ def _judge(
 
 
 def _invalid_status(snapshot: Snapshot, plan: Plan) -> dict[str, Any]:
-    """The previous status with Ready=False and the problems; conditions that were never known stay Unknown."""
-    previous = snapshot.service.status
-    pending = Judgement(UNKNOWN, Reason.PENDING, "the spec is invalid")
-    judgements = {}
-    for type_ in ConditionType:
-        last = previous_condition(previous, type_)
-        judgements[type_] = (last.as_judgement() if last is not None else None) or pending
-    message = "; ".join(plan.problems)
-    judgements[ConditionType.READY] = Judgement(FALSE, Reason.INVALID_SPEC, message)
-    conditions = [c.to_manifest() for c in _conditions(snapshot, judgements)]
-    return {
-        **previous,
-        "observedGeneration": snapshot.service.metadata.generation,
-        "conditions": conditions,
-    }
+    """The previous status with Ready=False and the problems, and the pods that there are by now."""
+    meta, previous = snapshot.service.metadata, snapshot.service.status
+    status = invalid_status(previous, "; ".join(plan.problems), generation=meta.generation, now=snapshot.now)
+    if "pools" not in status:
+        return status
+    status["pools"] = [_recounted(snapshot, pool) for pool in status["pools"]]
+    counts = {pool["name"]: f"{pool['ready']}/{pool['desired']}" for pool in status["pools"]}
+    columns = status.get("columns") or {}
+    return status | {"columns": columns | {name: counts[name] for name in columns.keys() & counts.keys()}}
+
+
+def _recounted(snapshot: Snapshot, pool: Mapping[str, Any]) -> dict[str, Any]:
+    """A pool of a stored status with the pods of now."""
+    pods = [p for p in snapshot.pods if p.pool == pool["name"] and p.is_active]
+    updated = sum(p.revision == pool.get("revision", "") for p in pods)
+    return {**pool, "replicas": len(pods), "updated": updated, "ready": sum(p.ready for p in pods)}
 
 
 def _conditions(snapshot: Snapshot, judgements: Mapping[ConditionType, Judgement]) -> tuple[Condition, ...]:

@@ -35,7 +35,7 @@ class AuthorityPolicy:
     """How long what lives.
 
     Attributes:
-        certificate_lifetime: of pods' certificates, which they renew after half of it; a minute to a week.
+        certificate_lifetime: of pods' certificates, which they renew after half of it; a second to a week.
         ca_lifetime: of an authority.
         rotate_after: age at which an authority gets a successor.
         propagation: for how long a successor is trusted before it signs. Pods learn of it from their ConfigMap within

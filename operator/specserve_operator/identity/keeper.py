@@ -90,7 +90,11 @@ class AuthorityKeeper:
         await self._bring_to(self._after_absence)
 
     async def step(self) -> None:
-        """Does what is due. Raises `CaStoreError`, `AuthorityStateError`; then the authority of before goes on."""
+        """Follows what somebody else has stored, and does what is due.
+
+        Raises `CaStoreError`, `AuthorityStateError`; then the authority of before goes on.
+        """
+        await self._load()
         await self._bring_to(lambda state: advance(state, self._now(), self._policy))
 
     def _after_absence(self, state: AuthorityState | None) -> AuthorityState:
@@ -117,6 +121,7 @@ class AuthorityKeeper:
         while not stop.is_set():
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(stop.wait(), CHECK_SECONDS)
+                return
             try:
                 await self.step()
             except (CaStoreError, AuthorityStateError) as error:
@@ -124,13 +129,20 @@ class AuthorityKeeper:
 
     async def _load(self) -> None:
         stored = await self._store.load()
-        self._version = stored.version
+        if stored.version == self._version:
+            return
         if stored.data:
-            self._use(load_state(stored.data))
+            state = load_state(stored.data)
+            if state != self._state:
+                if self._state is not None:
+                    _LOG.info("certificate authority: somebody else has stored another one, which is used from now on")
+                self._use(state)
         elif self._state is not None:
-            # Somebody has emptied it. Pods trust what they have, so the next step writes just that again.
+            # Somebody has emptied it. Pods trust what they have, so just that is written again.
             _LOG.warning("certificate authority: the stored state is gone and is written again")
-            self._version = await self._store.save(dump_state(self._state), version=stored.version)
+            stored = Stored(None, await self._store.save(dump_state(self._state), version=stored.version))
+        # Not before: what could not be used is no state to go on from.
+        self._version = stored.version
 
     def _use(self, state: AuthorityState) -> None:
         authority = Authority(state, self._policy)

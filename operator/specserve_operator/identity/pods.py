@@ -4,7 +4,7 @@ A namespace is the boundary. Who may create pods in it can make one that looks l
 secrets anyway; certificates name the namespace, so it gets nothing from another one.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
 from specserve_operator.constants import ENGINE_CONTAINER, LABEL_POOL, LABEL_REVISION, LABEL_SERVICE
@@ -12,6 +12,8 @@ from specserve_operator.identity.names import CERTIFIED_POOLS, FLAG_IDENTITY_SER
 from specserve_operator.identity.tokens import PodClaims
 
 Manifest = Mapping[str, Any]
+# The object of a name in the pod's namespace; None if there is none.
+Find = Callable[[str], Manifest | None]
 
 _ENDED: Final = frozenset({"Succeeded", "Failed"})
 
@@ -20,12 +22,11 @@ class PodRefusedError(Exception):
     """A pod that gets no certificate. The message says what is in the way."""
 
 
-def certified_pod_id(claims: PodClaims, pod: Manifest, owned: Iterable[Manifest], service: Manifest | None) -> PodId:
-    """Who a pod is. Its token has proved that it is the pod `claims`.
+def certified_pod_id(claims: PodClaims, pod: Manifest, *, find_service: Find, find_deployment: Find) -> PodId:
+    """Who a pod is. Its token has proved that it is the pod `claims`; `pod` is the pod of that name.
 
-    `pod` is the pod of that name; `owned` the objects with the label of its service, `service` that service itself.
-    It must run, belong to a workload of the service, and that workload must be one with certificates.
-    Raises `PodRefusedError`.
+    It must run, belong to a workload of its service, and that workload must be one with certificates. Nothing is looked
+    up for a pod that can be refused without. Raises `PodRefusedError`.
     """
     meta, labels = pod["metadata"], pod["metadata"].get("labels") or {}
     if meta.get("uid") != claims.pod_uid:
@@ -35,15 +36,11 @@ def certified_pod_id(claims: PodClaims, pod: Manifest, owned: Iterable[Manifest]
     name, pool, revision = (labels.get(key, "") for key in (LABEL_SERVICE, LABEL_POOL, LABEL_REVISION))
     if not name or pool not in CERTIFIED_POOLS:
         raise PodRefusedError(f"pod {claims.pod_name} is in no pool whose pods get certificates")
-    if service is None or service["metadata"]["name"] != name:
+    service = find_service(name)
+    if service is None:
         raise PodRefusedError(f"there is no SpeculativeService {name}")
-    workload = _controller(pod, "ReplicaSet").rpartition("-")[0]
-    deployments = (
-        obj
-        for obj in owned
-        if obj["kind"] == "Deployment" and obj["metadata"]["name"] == workload and _is_of(obj, service, pool, revision)
-    )
-    if not any(expects_certificates(deployment) for deployment in deployments):
+    deployment = find_deployment(_controller(pod, "ReplicaSet").rpartition("-")[0])
+    if deployment is None or not _is_certified(deployment, service, pool, revision):
         raise PodRefusedError(f"pod {claims.pod_name} belongs to no workload of {name} with certificates")
     try:
         return PodId(namespace=claims.namespace, service=name, pool=pool, uid=claims.pod_uid)
@@ -68,11 +65,12 @@ def expects_certificates(deployment: Manifest) -> bool:
     return any(c.get("name") == ENGINE_CONTAINER and FLAG_IDENTITY_SERVER in (c.get("args") or ()) for c in containers)
 
 
-def _is_of(deployment: Manifest, service: Manifest, pool: str, revision: str) -> bool:
+def _is_certified(deployment: Manifest, service: Manifest, pool: str, revision: str) -> bool:
     labels = deployment["metadata"].get("labels") or {}
     owners = deployment["metadata"].get("ownerReferences") or ()
     is_owned = any(owner.get("uid") == service["metadata"].get("uid") for owner in owners)
-    return is_owned and (labels.get(LABEL_POOL), labels.get(LABEL_REVISION)) == (pool, revision)
+    found = tuple(labels.get(key) for key in (LABEL_SERVICE, LABEL_POOL, LABEL_REVISION))
+    return is_owned and found == (service["metadata"]["name"], pool, revision) and expects_certificates(deployment)
 
 
 def _controller(pod: Manifest, kind: str) -> str:

@@ -43,6 +43,9 @@ _OPTIONS: Final = (
     ("grpc.max_connection_age_grace_ms", 10_000),
 )
 
+# On IPv4 too, where there is any.
+_ALL_ADDRESSES: Final = "::"
+
 # The pod of these claims as the cluster knows it. None: not known (yet). Raises `PodRefusedError`.
 FindPod = Callable[[PodClaims], PodId | None]
 # Outcome of a call, for the metrics: "issued" or the name of a gRPC status.
@@ -143,8 +146,9 @@ class IdentityServer:
         self._credentials = tls.server_credentials()
         pb_grpc.add_IdentityServiceServicer_to_server(servicer, self._server)
 
-    async def start(self, host: str, port: int) -> int:
-        """Listens and returns the port. Raises `IdentityPortError`."""
+    async def start(self, host: str | None, port: int) -> int:
+        """Listens, on all addresses unless `host` is given, and returns the port. Raises `IdentityPortError`."""
+        host = host or _ALL_ADDRESSES
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         try:
             bound = self._server.add_secure_port(address, self._credentials)

@@ -6,7 +6,7 @@ not answer shows no measurements. So a pod that fails to answer costs one log li
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 
@@ -29,7 +29,7 @@ from specserve_operator.runtime.wire import (
 
 _LOG = logging.getLogger(__name__)
 # A pod's turn may come a little late; two missed turns are silence.
-_STALE_PERIODS = 2.5
+_STALE_ROUNDS = 2.5
 _SERVING_POOLS = frozenset({Pool.PREFILL, Pool.DECODE})
 
 
@@ -37,12 +37,12 @@ _SERVING_POOLS = frozenset({Pool.PREFILL, Pool.DECODE})
 class CollectorOptions:
     """How pods are asked.
 
-    `period_seconds`: how often each one is, while `max_calls_per_second` in all allow it. With more pods than that they
-    are asked one service after the other, and the period grows with their number.
+    `period_seconds`: how often each one is, while `max_calls_per_second` in all allow it. With more pods than that a
+    round takes longer: services get their turn one after the other, without waiting for each other's answers.
     `kept_channels`: up to so many pods, connections are kept open; with more, each is closed after its call, since open
     ones would take 100 KB each.
     `stale_seconds`: how long the last answer of a pod that answers no more is still given out, at least; and always for
-    two and a half periods.
+    two and a half rounds.
     """
 
     period_seconds: float = 2.0
@@ -122,13 +122,13 @@ class StatsCollector:
         self._known: dict[ServiceKey, _Known] = {}
         self._shown: dict[ServiceKey, dict[str, PodStats]] = {}
         self._looked: dict[ServiceKey, tuple[int, _Service]] = {}
-        self._period_seconds = self._options.period_seconds
+        self._round_seconds = self._options.period_seconds
         self._started_at = clock.time()
         self._hasten = asyncio.Event()
 
     def pod_stats(self, key: ServiceKey) -> Mapping[str, PodStats]:
         """Statistics by pod uid, of the pods that answered lately."""
-        oldest = self._clock.time() - max(self._options.stale_seconds, _STALE_PERIODS * self._period_seconds)
+        oldest = self._clock.time() - max(self._options.stale_seconds, _STALE_ROUNDS * self._round_seconds)
         pods = self._known[key].pods if key in self._known else {}
         return {uid: p.stats for uid, p in pods.items() if p.stats is not None and p.answered_at >= oldest}
 
@@ -149,26 +149,27 @@ class StatsCollector:
         """Asks all pods now rather than at the end of the period: settings have changed."""
         self._hasten.set()
 
-    async def run(self, stop: asyncio.Event, *, wake: Callable[[ServiceKey], None]) -> None:
-        """Polls until `stop` is set."""
+    async def run(self, *, wake: Callable[[ServiceKey], None]) -> None:
+        """Polls until it is cancelled."""
         try:
-            while not stop.is_set():
+            while True:
                 self._hasten.clear()
                 began = self._clock.time()
-                async for key in self._round():
-                    wake(key)
-                    if stop.is_set():
-                        return
-                await self._pause(stop, self._period_seconds - (self._clock.time() - began))
+                await self._round(wake)
+                took = self._clock.time() - began
+                self._round_seconds = max(took, self._options.period_seconds)
+                await self._pause(self._options.period_seconds - took)
         finally:
             await self._channels.close()
 
     async def poll(self) -> list[ServiceKey]:
         """Asks every pod once. Returns the services whose statistics are not what they were."""
-        return [key async for key in self._round()]
+        changed: list[ServiceKey] = []
+        await self._round(changed.append)
+        return changed
 
-    async def _round(self) -> AsyncIterator[ServiceKey]:
-        """Asks every pod once; gives each service whose statistics are not what they were."""
+    async def _round(self, wake: Callable[[ServiceKey], None]) -> None:
+        """Asks every pod once; wakes each service whose statistics are not what they were."""
         try:
             keys = await self._cluster.list_services()
             services = {key: service for key in keys if (service := await self._look(key)) is not None}
@@ -176,23 +177,27 @@ class StatsCollector:
             _LOG.warning("statistics were not collected: %s", error)
             return
         self._forget_all_but(services)
-        addresses = {t.ip for service in services.values() for t in service.targets}
-        kept = addresses if len(addresses) <= self._options.kept_channels else set[str]()
-        await self._channels.keep_only(kept)
-        shortest = len(addresses) / self._options.max_calls_per_second
-        self._period_seconds = max(self._options.period_seconds, shortest)
-        if shortest <= self._options.period_seconds:
-            await asyncio.gather(*(self._ask_all(key, service) for key, service in services.items()))
-            for key in services:
-                if self._has_changed(key):
-                    yield key
-            return
-        for key, service in services.items():
-            await self._ask_all(key, service)
-            if self._has_changed(key):
-                yield key
-            await self._channels.keep_only(kept)
-            await sleep(self._clock, len(service.targets) / self._options.max_calls_per_second)
+        addresses = {target.ip for service in services.values() for target in service.targets}
+        is_kept = len(addresses) <= self._options.kept_channels
+        await self._channels.keep_only(addresses if is_kept else ())
+        shortest_seconds = len(addresses) / self._options.max_calls_per_second
+        # A round that is becoming longer must not make the pods at its end look silent.
+        self._round_seconds = max(self._round_seconds, shortest_seconds)
+        is_paced = shortest_seconds > self._options.period_seconds
+        async with asyncio.TaskGroup() as group:
+            for key, service in services.items():
+                group.create_task(self._take_turn(key, service, wake, is_kept=is_kept))
+                if is_paced:
+                    await sleep(self._clock, len(service.targets) / self._options.max_calls_per_second)
+
+    async def _take_turn(
+        self, key: ServiceKey, service: _Service, wake: Callable[[ServiceKey], None], *, is_kept: bool
+    ) -> None:
+        await self._ask_all(key, service)
+        if self._has_changed(key):
+            wake(key)
+        if not is_kept:
+            await self._channels.drop(target.ip for target in service.targets)
 
     async def _ask_all(self, key: ServiceKey, service: _Service) -> None:
         await asyncio.gather(*(self._ask(key, target, service.desired) for target in service.targets))
@@ -274,19 +279,17 @@ class StatsCollector:
             certified_uid=target.certified_uid,
         )
 
-    async def _pause(self, stop: asyncio.Event, seconds: float) -> None:
-        """Until the time is over, `hasten` or `stop`."""
+    async def _pause(self, seconds: float) -> None:
+        """Until the time is over, or `hasten`."""
         waits = [
             asyncio.ensure_future(sleep(self._clock, seconds)),
             asyncio.ensure_future(self._hasten.wait()),
-            asyncio.ensure_future(stop.wait()),
         ]
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for wait in waits:
                 wait.cancel()
-            await asyncio.gather(*waits, return_exceptions=True)
 
 
 def _is_leftover(pod: Manifest, service: Manifest) -> bool:

@@ -1,6 +1,6 @@
 """gRPC channels to the control ports of pods. The only place that opens one."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 import grpc
@@ -80,8 +80,13 @@ class ControlChannels:
 
     async def keep_only(self, pod_ips: Collection[str]) -> None:
         """Closes the channels of all other addresses."""
-        for pod_ip in self._channels.keys() - set(pod_ips):
-            await self._channels.pop(pod_ip).channel.close()
+        await self.drop(self._channels.keys() - set(pod_ips))
+
+    async def drop(self, pod_ips: Iterable[str]) -> None:
+        """Closes the channels of these addresses, if there are any."""
+        for pod_ip in pod_ips:
+            if (known := self._channels.pop(pod_ip, None)) is not None:
+                await known.channel.close()
 
     async def close(self) -> None:
         """Closes all channels."""

@@ -18,7 +18,8 @@ from specserve_operator.api.validation import InvalidManifest, parse_service
 from specserve_operator.cluster.protocol import SEED_FIELD_MANAGER, ApplyOutcome, Cluster, ClusterError
 from specserve_operator.core.config import OperatorConfig
 from specserve_operator.core.events import transition_events
-from specserve_operator.core.measurements import stored_kv_transfer
+from specserve_operator.core.invalid import invalid_event, invalid_status
+from specserve_operator.core.measurements import stored_kv_transfer, without_measurements
 from specserve_operator.core.objects import ApplyFailure, Event, EventType, Manifest, ObjectRef, ServiceKey
 from specserve_operator.core.plan import plan
 from specserve_operator.core.scalers import compute_scaler_statuses
@@ -27,11 +28,11 @@ from specserve_operator.core.stats import PodStats, TransferTotals
 from specserve_operator.core.status import compute_status
 from specserve_operator.render import render, render_seeds
 from specserve_operator.runtime.clock import Clock, sleep
-from specserve_operator.runtime.drift import is_as_rendered
-from specserve_operator.runtime.invalid import invalid_event, invalid_status
 from specserve_operator.runtime.workqueue import Backoff, QueueShutDown, WorkQueue
 
 _LOG = logging.getLogger(__name__)
+
+_WORKLOAD = "Deployment"
 
 
 class StatsSource(Protocol):
@@ -49,8 +50,8 @@ class StatsSource(Protocol):
         """Called after something was applied that pods may want to know at once."""
         ...
 
-    async def run(self, stop: asyncio.Event, *, wake: Callable[[ServiceKey], None]) -> None:
-        """Keeps the statistics fresh until `stop` is set; calls `wake` with services whose statistics changed."""
+    async def run(self, *, wake: Callable[[ServiceKey], None]) -> None:
+        """Keeps the statistics fresh until it is cancelled; calls `wake` with services whose statistics changed."""
         ...
 
 
@@ -60,13 +61,16 @@ class ReconcilerOptions:
 
     `refused_retry_seconds`: how long to wait after what a repetition alone will hardly cure (a missing permission).
     `drain_seconds`: how long workers may take to finish their step at the end.
+    `measurement_seconds`, `measurements_per_second`: how often a status is written in which only measured numbers
+    differ, and how many of all services' are: with more services each has to wait longer.
     """
 
     workers: int = 4
     resync_seconds: float = 300.0
-    resync_jitter_ratio: float = 0.2
     refused_retry_seconds: float = 60.0
     drain_seconds: float = 10.0
+    measurement_seconds: float = 10.0
+    measurements_per_second: float = 5.0
     backoff: Backoff = field(default_factory=Backoff)
 
 
@@ -92,9 +96,8 @@ class Reconciler:
         self._on_reconciled = on_reconciled
         self.crd_problem = crd_problem
         self.queue: WorkQueue[ServiceKey] = WorkQueue(clock, backoff=self._options.backoff)
-        # Fingerprints of what was last applied: a field that is no longer rendered must be applied away, and does not
-        # show as drift.
-        self._applied: dict[ServiceKey, dict[ObjectRef, int]] = {}
+        # When a service's status was written last; the start of time for one that was not.
+        self._written_at: dict[ServiceKey, float] = {}
         # What a service's status said at the first look, before this control plane wrote any, with the service's uid.
         self._found: dict[ServiceKey, tuple[str, KvTransferStatus]] = {}
 
@@ -111,7 +114,8 @@ class Reconciler:
         """
         manifest = await self._cluster.get_service(key)
         if manifest is None or manifest["metadata"].get("deletionTimestamp"):
-            self._applied.pop(key, None)  # the cluster removes the children, which are owned by the service
+            # The cluster removes the children, which are owned by the service.
+            self._written_at.pop(key, None)
             self._found.pop(key, None)
             return None
         try:
@@ -132,20 +136,47 @@ class Reconciler:
         )
         plan_ = plan(snapshot)
         unsown = await self._sow(render_seeds(plan_))
-        refused = await self._apply(key, render(plan_), children) | unsown
-        failures = list(refused.values()) or await self._delete(plan_.deletions)
+        refused = await self._apply(render(plan_)) | unsown
+        failures = list(refused.values())
+        # What comes in the place of old pods is a workload; anything else that is refused is no reason to keep them.
+        if not any(ref.kind == _WORKLOAD for ref in refused):
+            failures += await self._delete(plan_.deletions)
         status = compute_status(snapshot, plan_, [ApplyFailure(ref, str(error)) for ref, error in refused.items()])
-        previous = manifest.get("status") or {}
-        await self._write_status(key, previous, status)
         for ref, scaler_status in compute_scaler_statuses(snapshot, plan_).items():
             if ref not in refused:
                 await self._cluster.patch_child_status(ref, scaler_status)
-        for event in transition_events(previous, status, snapshot, plan_):
-            await self._cluster.emit(key, event)
+        previous = manifest.get("status") or {}
+        wait_seconds = self._held_back_seconds(key, previous, status)
+        if not wait_seconds:
+            await self._write_status(key, previous, status)
+            for event in transition_events(previous, status, snapshot, plan_):
+                await self._cluster.emit(key, event)
         for failure in failures:
             await self._cluster.emit(key, Event(EventType.WARNING, EventReason.APPLY_FAILED, str(failure)))
         _raise_first(failures)
-        return plan_.requeue_after_seconds
+        waits = [seconds for seconds in (wait_seconds, plan_.requeue_after_seconds) if seconds]
+        return min(waits, default=None)
+
+    def _held_back_seconds(self, key: ServiceKey, previous: Mapping[str, Any], status: Mapping[str, Any]) -> float:
+        """For how long a status has to wait, since there are only newer numbers in it; 0: it is to be written."""
+        if previous == status or without_measurements(previous) != without_measurements(status):
+            return 0.0
+        return self._measurement_due(key)
+
+    def _measurement_due(self, key: ServiceKey) -> float:
+        """In how many seconds the service's turn for newer numbers comes; 0 if it has come."""
+        options = self._options
+        period = max(options.measurement_seconds, len(self._written_at) / options.measurements_per_second)
+        written_at = self._written_at.setdefault(key, float("-inf"))
+        return max(written_at + period - self._clock.time(), 0.0)
+
+    def _on_statistics(self, key: ServiceKey) -> None:
+        """The statistics of a service have changed: it gets a look when its turn has come."""
+        due = self._measurement_due(key)
+        if due:
+            self.queue.add_after(key, due)
+        else:
+            self.queue.add(key)
 
     def _kv_transfer_found(self, key: ServiceKey, service: SpeculativeService) -> KvTransferStatus:
         """The totals of earlier control planes. A service that was made anew under the same name has none."""
@@ -164,31 +195,19 @@ class Reconciler:
                 refused[ObjectRef.of(seed)] = error
         return refused
 
-    async def _apply(
-        self, key: ServiceKey, rendered: Iterable[Manifest], children: Sequence[Manifest]
-    ) -> dict[ObjectRef, ClusterError]:
-        """Applies what is not so already. One object's failure does not keep the others from being applied.
+    async def _apply(self, rendered: Iterable[Manifest]) -> dict[ObjectRef, ClusterError]:
+        """Applies everything. One object's failure does not keep the others from being applied.
 
         Returns what could not be applied.
         """
-        live = {ObjectRef.of(child): child for child in children}
-        before, applied, refused = (
-            self._applied.get(key, {}),
-            dict[ObjectRef, int](),
-            dict[ObjectRef, ClusterError](),
-        )
-        is_changed = False
+        refused, is_changed = dict[ObjectRef, ClusterError](), False
         for obj in rendered:
-            ref, fingerprint = ObjectRef.of(obj), hash(repr(obj))
-            if before.get(ref) != fingerprint or not is_as_rendered(obj, live.get(ref)):
-                try:
-                    outcome = await self._cluster.apply(obj)
-                except ClusterError as error:
-                    refused[ref] = error
-                    continue
+            try:
+                outcome = await self._cluster.apply(obj)
+            except ClusterError as error:
+                refused[ObjectRef.of(obj)] = error
+            else:
                 is_changed |= outcome is not ApplyOutcome.UNCHANGED
-            applied[ref] = fingerprint
-        self._applied[key] = applied
         if is_changed:
             self._stats.hasten()
         return refused
@@ -205,11 +224,13 @@ class Reconciler:
     async def _write_status(self, key: ServiceKey, previous: Mapping[str, Any], status: Mapping[str, Any]) -> None:
         if status != previous:
             await self._cluster.patch_status(key, status)
+            self._written_at[key] = self._clock.time()
 
     async def _report_invalid(self, key: ServiceKey, manifest: Manifest, message: str) -> None:
         """A spec that cannot even be read. What runs keeps running; only a new generation can help."""
         previous = manifest.get("status") or {}
-        status = invalid_status(manifest, message, now=self._clock.utc_now())
+        generation = int(manifest["metadata"].get("generation", 0))
+        status = invalid_status(previous, message, generation=generation, now=self._clock.utc_now())
         if status != previous:
             await self._cluster.patch_status(key, status)
             await self._cluster.emit(key, invalid_event(message))
@@ -222,7 +243,7 @@ class Reconciler:
                 group.create_task(self._feed(), name="watch"),
                 group.create_task(self._resync(), name="resync"),
             ]
-            group.create_task(self._stats.run(stop, wake=self.queue.add), name="statistics")
+            feeders.append(group.create_task(self._stats.run(wake=self._on_statistics), name="statistics"))
             await stop.wait()
             for task in feeders:
                 task.cancel()
@@ -236,15 +257,16 @@ class Reconciler:
             self.queue.add(key)
 
     async def _resync(self) -> None:
-        """Adds every service at once and then from time to time, spread out over many operators by chance."""
+        """Adds every service at once, and then from time to time again, spread out so that they do not come at once."""
+        spread_seconds = 0.0
         while True:
             try:
                 for key in await self._cluster.list_services():
-                    self.queue.add(key)
+                    self.queue.add_after(key, random.uniform(0, spread_seconds))
             except ClusterError as error:
                 _LOG.warning("services were not listed: %s", error)
-            jitter = random.uniform(-1, 1) * self._options.resync_jitter_ratio
-            await sleep(self._clock, self._options.resync_seconds * (1 + jitter))
+            await sleep(self._clock, self._options.resync_seconds)
+            spread_seconds = self._options.resync_seconds / 2
 
     async def _work(self) -> None:
         while True:
@@ -283,9 +305,9 @@ class Reconciler:
 
 
 def _raise_first(failures: Sequence[ClusterError]) -> None:
-    """Raises the first failure, with the number of the others."""
+    """Raises the first failure, with the number of the others; one that a repetition may cure, if one of them is."""
     if len(failures) == 1:
         raise failures[0]
     if failures:
-        first = failures[0]
-        raise ClusterError(f"{first} (and {len(failures) - 1} more)", retryable=first.retryable) from first
+        is_retryable = any(failure.retryable for failure in failures)
+        raise ClusterError(f"{failures[0]} (and {len(failures) - 1} more)", retryable=is_retryable) from failures[0]

@@ -1,5 +1,6 @@
 """Between `control.proto` and the core's values: the only place that knows both. Pure."""
 
+import functools
 import json
 from dataclasses import dataclass
 from typing import Any
@@ -105,7 +106,13 @@ def _requests(stats: control_pb2.RequestStats) -> RequestStats:
 
 
 def _histogram(histogram: control_pb2.Histogram) -> Histogram:
-    return Histogram(tuple(histogram.upper_bounds_ms), tuple(histogram.counts), histogram.sum_ms)
+    return Histogram(_shared(tuple(histogram.upper_bounds_ms)), tuple(histogram.counts), histogram.sum_ms)
+
+
+@functools.lru_cache(maxsize=16)
+def _shared(bounds_ms: tuple[float, ...]) -> tuple[float, ...]:
+    """The same tuple for the same bounds: every pod has them, and each has dozens of readings remembered."""
+    return bounds_ms
 
 
 def _speculation(stats: control_pb2.SpeculationStats) -> SpeculationStats:

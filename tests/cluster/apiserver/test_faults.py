@@ -14,13 +14,15 @@ from hack.kube.control_plane import ControlPlane
 from hack.kube.errors import log_tail
 from tests.cluster.apiserver.rollouts import change_image, counts, start, wait_served_by
 from tests.cluster.fake_kubelet import Behaviour
-from tests.cluster.operator_process import ROOT, OperatorProcess, tracebacks
+from tests.cluster.operator_process import NAMESPACE, ROOT, OperatorProcess, tracebacks
 from tests.cluster.site import Site, Tenant, service
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
 _PAUSE_SECONDS = 20.0
 _RECOVERY_SECONDS = 150.0
+# Less than the time between two lists of everything, of which one would notice it anyway.
+_NOTICE_SECONDS = 90.0
 
 
 @pytest.fixture(scope="module")
@@ -118,6 +120,30 @@ def test_deletions_that_no_watch_told_of_are_noticed(breakable: Site, tenant: Te
     wait_answers(breakable)
     breakable.proxy.mend()
     wait_made_again(tenant, deleted)
+
+
+def test_cluster_that_was_emptied_behind_broken_watches_is_seen_to_be_empty(
+    breakable: Site, tenant: Tenant, operator: OperatorProcess
+) -> None:
+    """Watches that begin anew show nothing then, and a list tells that only where somebody looks."""
+    names = {tenant.namespace, "default", "kube-system", "kube-public", "kube-node-lease", NAMESPACE}
+    tenant.wait(
+        lambda: {obj["metadata"]["name"] for obj in breakable.api.find("namespaces")} <= names,
+        what="the namespaces of earlier tests are gone",
+        timeout_seconds=_RECOVERY_SECONDS,
+    )
+    assert operator.metrics()["specserve_operator_cached_objects"] > 0
+    breakable.proxy.cut()
+    tenant.delete()
+    tenant.wait(lambda: not tenant.children() and not tenant.pods(), what="everything is gone")
+    breakable.control_plane.restart_apiserver()
+    wait_answers(breakable)
+    breakable.proxy.mend()
+    tenant.wait(
+        lambda: operator.metrics()["specserve_operator_cached_objects"] == 0,
+        what="the operator remembers nothing",
+        timeout_seconds=_NOTICE_SECONDS,
+    )
 
 
 def test_changes_behind_a_silent_network_are_noticed_when_it_speaks_again(breakable: Site, tenant: Tenant) -> None:

@@ -16,7 +16,7 @@ LEASE = "specserve-operator"
 @pytest.fixture
 def pair(site: Site, no_operator: None, tmp_path: Path) -> Iterator[tuple[OperatorProcess, OperatorProcess]]:
     """Two operators; the first leads, the second has been started after it."""
-    kubeconfig = install_rules(site.control_plane)
+    kubeconfig = install_rules(site.control_plane, leader_election=True)
     with (
         OperatorProcess(kubeconfig, tmp_path / "a.log", OperatorOptions(leader_election=True, pod_name="a")) as first,
         OperatorProcess(kubeconfig, tmp_path / "b.log", OperatorOptions(leader_election=True, pod_name="b")) as second,
@@ -59,6 +59,22 @@ def test_second_operator_stands_by_and_takes_over_when_the_first_stands_still(
     assert f"the lease {NAMESPACE}/{LEASE} was " in first.log()
     assert second.is_running
     assert list(tracebacks(first.log() + second.log())) == []
+
+
+def test_nothing_waits_in_the_line_of_an_operator_that_stands_by(
+    tenant: Tenant, pair: tuple[OperatorProcess, OperatorProcess]
+) -> None:
+    """It would wait for ever, and the probe would have the operator killed for it."""
+    first, second = pair
+    second.wait_ready()
+    tenant.apply(service())
+    tenant.wait_ready()
+    second.kill()
+    second.start()
+    assert second.metrics()["specserve_operator_cached_objects"] > 0
+    assert second.metrics()["specserve_operator_workqueue_depth"] == 0
+    assert second.metrics()["specserve_operator_workqueue_oldest_key_age_seconds"] == 0
+    assert first.is_running
 
 
 def test_operator_that_is_stopped_hands_over_at_once(

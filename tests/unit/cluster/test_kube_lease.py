@@ -2,7 +2,7 @@
 
 import asyncio
 import copy
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
@@ -10,7 +10,7 @@ from aiohttp import web
 from kubernetes.aio.client import Configuration
 
 from specserve_operator.cluster.kube.client import KubeClient
-from specserve_operator.cluster.kube.lease import LEASE_SECONDS, Lease, LeaseLostError, run_as_leader
+from specserve_operator.cluster.kube.lease import LEASE_SECONDS, RENEW_SECONDS, Lease, LeaseLostError, run_as_leader
 from specserve_operator.probes import serving
 
 PATH = "/apis/coordination.k8s.io/v1/namespaces/ns/leases"
@@ -22,6 +22,8 @@ class Leases:
     def __init__(self) -> None:
         self.lease: dict[str, Any] | None = None
         self.is_down = False
+        self.on_request: Callable[[int], None] = lambda number: None
+        self._requests = 0
 
     @property
     def holder(self) -> str:
@@ -29,6 +31,8 @@ class Leases:
         return str(self.lease["spec"].get("holderIdentity", ""))
 
     async def handle(self, request: web.Request) -> web.Response:
+        self._requests += 1
+        self.on_request(self._requests)
         if self.is_down:
             return web.json_response({"message": "down"}, status=503)
         body = await request.json() if request.can_read_body else None
@@ -168,6 +172,28 @@ async def test_work_is_cancelled_when_somebody_else_has_the_lease(
         await run_as_leader(candidate(client, "a", time), work, time=time)
 
     assert was_cancelled.is_set()
+
+
+@pytest.mark.parametrize("slow", [(1, 2), (3, 4)], ids=["the first answers are slow", "those to a renewal are"])
+async def test_time_counts_from_the_request_and_not_from_its_late_answer(
+    leases: Leases, client: KubeClient, monkeypatch: pytest.MonkeyPatch, slow: tuple[int, int]
+) -> None:
+    """Others count from when the Lease was written, which may be any moment between the two."""
+    monkeypatch.setattr("specserve_operator.cluster.kube.lease.RETRY_SECONDS", 0.01)
+    time, asked_at = Time(), 0.0
+
+    def on_request(number: int) -> None:
+        nonlocal asked_at
+        if number == slow[0]:
+            asked_at = time.now
+        time.now += 4 if number in slow else 0.5
+        leases.is_down = number > slow[1]
+
+    leases.on_request = on_request
+    with pytest.raises(LeaseLostError, match="not renewed in time"):
+        await run_as_leader(candidate(client, "a", time), asyncio.Event().wait, time=time)
+
+    assert RENEW_SECONDS <= time.now - asked_at <= RENEW_SECONDS + 0.5
 
 
 async def test_work_is_cancelled_when_the_lease_cannot_be_renewed_in_time(

@@ -113,12 +113,11 @@ def test_new_fallbacks_are_told_with_their_causes_and_the_recovery_too() -> None
         (
             "Warning",
             "KVTransferFallback",
-            "3 prompts prefilled by decode pods (connect 2, stalled 1); "
-            "in all 3 of 10 prompts that were meant for prefill pods",
+            "decode pods prefilled prompts themselves, for these causes so far: connect, stalled",
         )
     ]
     _, told = observe({}, children, previous=second, stats=[decode_stats_of(pod, transfers=8, fallbacks=causes)])
-    assert told == [("Normal", "KVTransferResumed", "8 transfers in all")]
+    assert told == [("Normal", "KVTransferResumed", "decode pods get their prompts from prefill pods again")]
 
 
 def test_pods_that_fall_silent_or_leave_and_others_that_come_are_no_news_of_kv_transfer() -> None:
@@ -173,7 +172,7 @@ def test_totals_that_a_restarted_operator_no_longer_knows_are_no_news() -> None:
         (
             "Warning",
             "KVTransferFallback",
-            "2 prompts prefilled by decode pods (connect 3); in all 7 of 14 prompts that were meant for prefill pods",
+            "decode pods prefilled prompts themselves, for these causes so far: connect",
         )
     ]
 

@@ -1,5 +1,6 @@
 """What is planned from what is there: replicas, revisions kept, things removed."""
 
+import copy
 import dataclasses
 from typing import Any
 
@@ -318,6 +319,36 @@ def test_a_disruption_budget_goes_when_the_pool_shrinks_to_one() -> None:
     children = ready_children(disaggregated(decode={"replicas": 2}))
     result = plan(make_snapshot(disaggregated(decode={"replicas": 1}), children))
     assert ObjectRef("policy/v1", "PodDisruptionBudget", "llm", "coder-decode") in result.deletions
+
+
+def test_several_gateways_have_a_disruption_budget() -> None:
+    children = ready_children(disaggregated(gateway={"replicas": 3}))
+    budget = ObjectRef("policy/v1", "PodDisruptionBudget", "llm", "coder-gateway")
+    assert budget in [ObjectRef.of(child) for child in children]
+    assert budget in plan(make_snapshot(disaggregated(gateway={"replicas": 1}), children)).deletions
+
+
+@pytest.mark.parametrize("replicas", [0, 1])
+def test_a_copy_of_a_workload_is_left_alone_and_counts_for_nothing(replicas: int) -> None:
+    """Somebody tries something on a copy with all labels."""
+    children = ready_children(disaggregated())
+    copied = copy.deepcopy(deployments_of(children, "decode")[0])
+    copied["metadata"] |= {"name": "debug"}
+    del copied["metadata"]["ownerReferences"]
+    copied["spec"]["replicas"] = replicas
+    assert plan(make_snapshot(disaggregated(), [*children, copied])) == plan(make_snapshot(disaggregated(), children))
+
+
+@pytest.mark.parametrize("kind", ["NetworkPolicy", "PodDisruptionBudget", "Service", "PodMonitor", "PoolScaler"])
+def test_a_copy_of_another_object_is_left_alone(kind: str) -> None:
+    labels = {
+        "app.kubernetes.io/managed-by": "specserve",
+        "specserve.dev/service": "coder",
+        "specserve.dev/pool": "training",
+        "specserve.dev/target-revision": "old",
+    }
+    copied = {"apiVersion": "v1", "kind": kind, "metadata": {"name": "mine", "namespace": "llm", "labels": labels}}
+    assert plan(make_snapshot(disaggregated(), [*ready_children(disaggregated()), copied])).deletions == ()
 
 
 def test_foreign_objects_and_unknown_kinds_are_left_alone() -> None:

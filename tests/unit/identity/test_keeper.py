@@ -6,7 +6,7 @@ from datetime import timedelta
 import pytest
 
 from specserve_operator.identity.authority import AuthorityPolicy, AuthorityStateError, load_state
-from specserve_operator.identity.keeper import AuthorityKeeper, CaStoreError
+from specserve_operator.identity.keeper import AuthorityKeeper, CaStoreError, Stored
 from tests.unit.identity.builders import Clock, FakeStore
 
 HOUR = timedelta(hours=1)
@@ -93,12 +93,51 @@ async def test_a_state_that_was_deleted_is_written_again() -> None:
     store, clock = FakeStore(), Clock()
     keeper = make_keeper(store, clock)
     await keeper.start()
-    bundle = keeper.authority.trust_bundle
+    before = store.data
+    store.put(None)
+    await keeper.step()
+    assert store.data == before
     store.put(None)
     clock.go(hours=8)
     await keeper.step()
     assert store.data is not None
-    assert load_state(store.data).current.certificate_pem in bundle
+    assert load_state(store.data).current.certificate_pem in keeper.authority.trust_bundle
+
+
+async def test_a_state_that_somebody_else_has_stored_is_followed_though_nothing_is_due() -> None:
+    store, other, clock, changes = FakeStore(), FakeStore(), Clock(), list[str]()
+    keeper = make_keeper(store, clock, changes)
+    await keeper.start()
+    await make_keeper(other, clock).start()
+    store.put(other.data)
+    await keeper.step()
+    assert other.data is not None
+    assert keeper.authority.trust_bundle == load_state(other.data).current.certificate_pem
+    assert (changes[-1], len(changes)) == (keeper.authority.trust_bundle, 2)
+    assert store.saves == 1
+
+
+async def test_a_stored_state_that_was_only_touched_changes_nothing() -> None:
+    store, clock = FakeStore(), Clock()
+    keeper = make_keeper(store, clock)
+    await keeper.start()
+    before = keeper.authority
+    store.put(store.data)
+    await keeper.step()
+    assert keeper.authority is before
+
+
+async def test_a_state_that_was_damaged_is_left_alone_and_the_one_of_before_goes_on() -> None:
+    store, clock = FakeStore(), Clock()
+    keeper = make_keeper(store, clock)
+    await keeper.start()
+    before = keeper.authority
+    store.put(b"garbage")
+    clock.go(hours=8)
+    for _ in range(2):
+        with pytest.raises(AuthorityStateError):
+            await keeper.step()
+    assert (store.data, keeper.authority) == (b"garbage", before)
 
 
 async def test_a_damaged_state_stops_the_start_and_is_left_alone() -> None:
@@ -123,18 +162,25 @@ async def test_a_restart_in_the_middle_of_a_rotation_waits_anew() -> None:
     assert successor.signs_from == clock.now() + POLICY.propagation
 
 
-async def test_it_runs_until_it_is_told_to_stop_whatever_the_store_does(caplog: pytest.LogCaptureFixture) -> None:
+async def test_it_runs_until_it_is_told_to_stop_whatever_the_store_does(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store, clock = FakeStore(), Clock()
     keeper = make_keeper(store, clock)
     await keeper.start()
-    store.is_down = True
-    clock.go(hours=8)
-    stop = asyncio.Event()
-    running = asyncio.create_task(keeper.run(stop))
-    await asyncio.sleep(0)
-    stop.set()
-    await asyncio.wait_for(running, 5)
-    assert "the store is down; trying again" in caplog.text
+    stop, loads = asyncio.Event(), 0
+    monkeypatch.setattr("specserve_operator.identity.keeper.CHECK_SECONDS", 0.0)
+
+    async def fail() -> Stored:
+        nonlocal loads
+        loads += 1
+        if loads == 3:
+            stop.set()
+        raise CaStoreError("the store is down")
+
+    monkeypatch.setattr(store, "load", fail)
+    await asyncio.wait_for(keeper.run(stop), 5)
+    assert caplog.text.count("the store is down; trying again") == 3
 
 
 async def test_before_the_start_there_is_no_authority() -> None:

@@ -31,17 +31,36 @@ def make_deployment(*, args: tuple[str, ...] = (FLAG_IDENTITY_SERVER, "operator.
     }
 
 
-def test_a_pod_of_the_services_workload_is_who_its_labels_say() -> None:
-    assert certified_pod_id(CLAIMS, make_pod(), [make_deployment()], SERVICE) == PodId(
-        "llm", "coder", "decode", DECODE.uid
+def judge(
+    pod: dict[str, Any],
+    deployment: dict[str, Any] | None = None,
+    *,
+    service: dict[str, Any] | None = SERVICE,
+    claims: PodClaims = CLAIMS,
+) -> PodId:
+    """Who the pod is in a namespace with one Deployment and one service or none."""
+    deployment = deployment or make_deployment()
+
+    def named(name: str, *objects: dict[str, Any] | None) -> dict[str, Any] | None:
+        return next((obj for obj in objects if obj and obj["metadata"]["name"] == name), None)
+
+    return certified_pod_id(
+        claims,
+        pod,
+        find_service=lambda name: named(name, service),
+        find_deployment=lambda name: named(name, deployment),
     )
+
+
+def test_a_pod_of_the_services_workload_is_who_its_labels_say() -> None:
+    assert judge(make_pod()) == PodId("llm", "coder", "decode", DECODE.uid)
 
 
 def test_a_pod_that_has_just_been_made_or_is_leaving_still_gets_one() -> None:
     for changes in ({}, {"deletionTimestamp": "2030-01-01T00:00:00Z"}):
         pod = make_pod(**changes)
         del pod["status"]
-        assert certified_pod_id(CLAIMS, pod, [make_deployment()], SERVICE).uid == DECODE.uid
+        assert judge(pod).uid == DECODE.uid
 
 
 @pytest.mark.parametrize("phase", ["Succeeded", "Failed"])
@@ -49,7 +68,7 @@ def test_a_pod_that_has_ended_gets_none(phase: str) -> None:
     pod = make_pod()
     pod["status"]["phase"] = phase
     with pytest.raises(PodRefusedError, match="ended"):
-        certified_pod_id(CLAIMS, pod, [make_deployment()], SERVICE)
+        judge(pod)
 
 
 @pytest.mark.parametrize(
@@ -71,30 +90,47 @@ def test_a_pod_that_has_ended_gets_none(phase: str) -> None:
 )
 def test_a_pod_that_is_not_of_a_workload_of_the_service_gets_none(changes: dict[str, Any], reason: str) -> None:
     with pytest.raises(PodRefusedError, match=reason):
-        certified_pod_id(CLAIMS, make_pod(**changes), [make_deployment()], SERVICE)
+        judge(make_pod(**changes))
+
+
+@pytest.mark.parametrize(
+    "pod",
+    [
+        make_pod(uid="another"),
+        make_pod(labels={}),
+        make_pod(labels=LABELS | {"specserve.dev/pool": "gateway"}),
+        make_pod() | {"status": {"phase": "Failed"}},
+    ],
+)
+def test_nothing_is_looked_up_for_a_pod_that_can_be_refused_without(pod: dict[str, Any]) -> None:
+    def look_up(name: str) -> None:
+        pytest.fail(f"{name} was looked up")
+
+    with pytest.raises(PodRefusedError):
+        certified_pod_id(CLAIMS, pod, find_service=look_up, find_deployment=look_up)
 
 
 def test_a_workload_of_somebody_else_counts_for_nothing() -> None:
     deployment = make_deployment()
     deployment["metadata"]["ownerReferences"] = [{"uid": "another-service"}]
     with pytest.raises(PodRefusedError, match="no workload"):
-        certified_pod_id(CLAIMS, make_pod(), [deployment], SERVICE)
+        judge(make_pod(), deployment)
 
 
 def test_pods_of_a_workload_in_plain_text_get_none() -> None:
     with pytest.raises(PodRefusedError, match="no workload"):
-        certified_pod_id(CLAIMS, make_pod(), [make_deployment(args=("--model", "x"))], SERVICE)
+        judge(make_pod(), make_deployment(args=("--model", "x")))
 
 
 def test_a_service_that_is_gone_has_no_pods() -> None:
     with pytest.raises(PodRefusedError, match="no SpeculativeService coder"):
-        certified_pod_id(CLAIMS, make_pod(), [make_deployment()], None)
+        judge(make_pod(), service=None)
 
 
 def test_a_uid_that_is_no_name_is_refused() -> None:
     claims = PodClaims("llm", CLAIMS.pod_name, "a/b", "default")
     with pytest.raises(PodRefusedError, match="uid"):
-        certified_pod_id(claims, make_pod(uid="a/b"), [make_deployment()], SERVICE)
+        judge(make_pod(uid="a/b"), claims=claims)
 
 
 def test_revisions_whose_pods_have_certificates_are_told_from_others() -> None:

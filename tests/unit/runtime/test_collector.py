@@ -307,8 +307,8 @@ async def test_services_that_are_gone_are_forgotten() -> None:
 async def test_running_polls_every_period_at_once_when_hastened_and_ends_with_closed_channels() -> None:
     world = World(period_seconds=2.0)
     world.pod("a", "10.0.0.1")
-    stop, woken = asyncio.Event(), list[ServiceKey]()
-    task = asyncio.create_task(world.collector.run(stop, wake=woken.append))
+    woken: list[ServiceKey] = []
+    task = asyncio.create_task(world.collector.run(wake=woken.append))
     await settle()
     assert len(world.channels.asked) == 1
     world.clock.advance(1.0)
@@ -321,8 +321,9 @@ async def test_running_polls_every_period_at_once_when_hastened_and_ends_with_cl
     await settle()
     assert len(world.channels.asked) == 3
     assert woken == [world.key]
-    stop.set()
-    await asyncio.wait_for(task, timeout=5)
+    task.cancel()
+    await settle()
+    assert task.cancelled()
     assert world.channels.is_closed
 
 
@@ -362,8 +363,7 @@ async def test_many_pods_are_asked_one_service_after_the_other_over_the_whole_pe
     pod = world.cluster.add_pod("x", other, labels={LABEL_POOL: "decode"})
     pod["status"]["podIP"] = "10.0.1.1"
     woken: list[ServiceKey] = []
-    stop = asyncio.Event()
-    running = asyncio.create_task(world.collector.run(stop, wake=woken.append))
+    running = asyncio.create_task(world.collector.run(wake=woken.append))
 
     await settle()
     assert len(world.channels.asked) == 4
@@ -375,12 +375,39 @@ async def test_many_pods_are_asked_one_service_after_the_other_over_the_whole_pe
     assert world.channels.asked[4:] == ["10.0.1.1"]
     assert woken == [world.key]
 
-    world.clock.advance(1.1)
+    # Stopping does not wait for the rest of the round.
+    running.cancel()
     await settle()
-    stop.set()
-    world.clock.advance(10)
+    assert running.cancelled()
+
+
+async def test_a_pod_that_hangs_delays_no_other_service_and_makes_no_statistics_stale() -> None:
+    world = World(max_calls_per_second=1.0, stale_seconds=1.0)
+    services = [world.cluster.put({"metadata": {"name": f"s{i}"}, "spec": {}}) for i in range(4)]
+    for i, key in enumerate(services):
+        pod = world.cluster.add_pod(f"p{i}", key, labels={LABEL_POOL: "decode"})
+        pod["status"]["podIP"] = f"10.0.0.{i}"
+        world.answer(f"p{i}", f"10.0.0.{i}")
+    world.channels.hung["10.0.0.0"] = world.clock
+    running = asyncio.create_task(world.collector.run(wake=lambda key: None))
+
+    for _ in range(400):
+        world.clock.advance(0.1)
+        await settle()
+
+    # Each one every four seconds, though the first pod takes two of them.
+    assert min(world.channels.asked.count(f"10.0.0.{i}") for i in range(1, 4)) >= 9
+    assert all(world.collector.pod_stats(key) for key in services[1:])
+    running.cancel()
     await settle()
-    await running
+
+
+async def test_connections_to_many_pods_are_closed_after_each_answer() -> None:
+    world = World(kept_channels=1)
+    world.pod("a", "10.0.0.1")
+    world.pod("b", "10.0.0.2")
+    await world.collector.poll()
+    assert world.channels.dropped == ["10.0.0.1", "10.0.0.2"]
 
 
 async def test_connections_are_kept_to_few_pods_and_not_to_many() -> None:
@@ -399,7 +426,7 @@ async def test_connections_are_kept_to_few_pods_and_not_to_many() -> None:
 async def test_collecting_ends_when_it_is_cancelled_at_any_moment(steps: int) -> None:
     world = World()
     world.pod("d", "10.0.0.1")
-    running = asyncio.create_task(world.collector.run(asyncio.Event(), wake=lambda key: None))
+    running = asyncio.create_task(world.collector.run(wake=lambda key: None))
     await settle()
     world.clock.advance(2.0)
     for _ in range(steps):

@@ -15,7 +15,7 @@ from specserve_operator.core.objects import Manifest, ObjectRef, ServiceKey
 from specserve_operator.runtime.reconciler import Reconciler
 from tests.fakes.clock import FakeClock
 from tests.fakes.cluster import MemoryCluster
-from tests.unit.runtime.test_reconciler import NoStats
+from tests.unit.runtime.reconciling import FakeStats
 
 CONFIG = OperatorConfig("engine:1", "gateway:1", "1", local=True)
 REF = ObjectRef("specserve.dev/v1alpha1", "PoolScaler", "default", "tiny-decode")
@@ -60,7 +60,7 @@ class OwnedFields(MemoryCluster):
 class World:
     def __init__(self) -> None:
         self.cluster = OwnedFields()
-        self.reconciler = Reconciler(self.cluster, CONFIG, NoStats(), FakeClock())
+        self.reconciler = Reconciler(self.cluster, CONFIG, FakeStats(), FakeClock())
 
     def decode_replicas(self) -> int:
         labels = ((obj, obj["metadata"].get("labels", {})) for obj in self.cluster.objects.values())

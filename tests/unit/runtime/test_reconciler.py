@@ -1,90 +1,15 @@
 """The reconciler's steps against a cluster that is a dict."""
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Callable, Mapping
-from typing import Any
 
 import pytest
 
 from specserve_operator.cluster.protocol import ClusterError
-from specserve_operator.constants import LABEL_POOL, LABEL_REVISION, LABEL_TARGET_REVISION
 from specserve_operator.core.config import OperatorConfig
 from specserve_operator.core.objects import Manifest, ServiceKey
-from specserve_operator.core.stats import PodStats, TransferTotals
-from specserve_operator.runtime.reconciler import Reconciler, ReconcilerOptions
-from tests.fakes.clock import FakeClock, settle
-from tests.fakes.cluster import MemoryCluster
-
-CONFIG = OperatorConfig("engine:1", "gateway:1", "1", local=True)
-
-
-def make_service(name: str = "tiny", **spec: Any) -> Manifest:
-    return {
-        "apiVersion": "specserve.dev/v1alpha1",
-        "kind": "SpeculativeService",
-        "metadata": {"name": name, "namespace": "default"},
-        "spec": {"model": {"uri": "file:///models/target"}, "decode": {"replicas": 2}, **spec},
-    }
-
-
-class NoStats:
-    """Implements `StatsSource`."""
-
-    def __init__(self) -> None:
-        self.hastened = 0
-
-    def pod_stats(self, key: ServiceKey) -> Mapping[str, PodStats]:
-        return {}
-
-    def kv_transfer(self, key: ServiceKey, service_uid: str) -> TransferTotals:
-        return TransferTotals()
-
-    def hasten(self) -> None:
-        self.hastened += 1
-
-    async def run(self, stop: asyncio.Event, *, wake: Callable[[ServiceKey], None]) -> None:
-        await stop.wait()
-
-
-class World:
-    def __init__(self, **options: Any) -> None:
-        self.cluster, self.clock, self.stats = MemoryCluster(), FakeClock(), NoStats()
-        options = {"resync_jitter_ratio": 0.0, **options}
-        self.reconciler = Reconciler(self.cluster, CONFIG, self.stats, self.clock, options=ReconcilerOptions(**options))
-
-    @contextlib.asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
-        stop = asyncio.Event()
-        task = asyncio.create_task(self.reconciler.run(stop))
-        await settle()
-        yield
-        stop.set()
-        await asyncio.wait_for(task, timeout=5)
-
-    def named(self, kind: str) -> list[str]:
-        return sorted(ref.name for ref in self.cluster.objects if ref.kind == kind)
-
-    def deployment(self, pool: str) -> Manifest:
-        return next(
-            obj
-            for ref, obj in self.cluster.objects.items()
-            if ref.kind == "Deployment" and obj["metadata"]["labels"][LABEL_POOL] == pool
-        )
-
-    def bring_up(self, key: ServiceKey) -> None:
-        """Makes the pods that the Deployments ask for, all ready."""
-        for ref, obj in list(self.cluster.objects.items()):
-            if ref.kind == "Deployment":
-                labels = obj["metadata"]["labels"]
-                names = (LABEL_POOL, LABEL_REVISION, LABEL_TARGET_REVISION)
-                for i in range(obj["spec"]["replicas"]):
-                    own = {name: labels[name] for name in names if name in labels}
-                    self.cluster.add_pod(f"{ref.name}-{i}", key, labels=own)
-
-
-def condition(service: Manifest, kind: str) -> dict[str, Any]:
-    return next(c for c in service["status"]["conditions"] if c["type"] == kind)
+from specserve_operator.runtime.reconciler import Reconciler
+from tests.fakes.clock import settle
+from tests.unit.runtime.reconciling import World, condition, make_service
 
 
 async def test_the_first_pass_applies_everything_and_writes_a_status() -> None:
@@ -242,16 +167,28 @@ async def test_a_service_that_cannot_be_reached_is_not_ready_until_its_entrance_
     assert condition(world.cluster.services[key], "Ready")["status"] == "True"
 
 
-async def test_nothing_is_deleted_while_something_cannot_be_applied() -> None:
+async def test_nothing_is_deleted_while_a_workload_cannot_be_applied() -> None:
     world = World()
     key = world.cluster.put(make_service(prefill={"replicas": 1}))
     await world.reconciler.reconcile(key)
     world.cluster.put(make_service())
-    world.cluster.fail_next("apply")
+    world.cluster.refused_kinds = {"Deployment"}
     with pytest.raises(ClusterError):
         await world.reconciler.reconcile(key)
     assert world.cluster.deleted == []
+    world.cluster.refused_kinds = set()
     await world.reconciler.reconcile(key)
+    assert any(ref.kind == "Deployment" and ref.name.startswith("tiny-prefill-") for ref in world.cluster.deleted)
+
+
+async def test_a_pool_that_left_the_spec_goes_though_something_else_is_refused() -> None:
+    world = World()
+    key = world.cluster.put(make_service(prefill={"replicas": 1}))
+    await world.reconciler.reconcile(key)
+    world.cluster.put(make_service())
+    world.cluster.refused_kinds = {"ConfigMap", "ControllerRevision", "Service"}
+    with pytest.raises(ClusterError):
+        await world.reconciler.reconcile(key)
     assert any(ref.kind == "Deployment" and ref.name.startswith("tiny-prefill-") for ref in world.cluster.deleted)
 
 
@@ -282,6 +219,9 @@ async def test_drift_that_nobody_reports_is_found_by_the_resync() -> None:
         await settle()
         assert world.deployment("decode")["spec"]["replicas"] == 7
         world.clock.advance(2.0)
+        await settle()
+        # Each service has its turn in the half of a period that follows.
+        world.clock.advance(150.0)
         await settle()
         assert world.deployment("decode")["spec"]["replicas"] == 2
 

@@ -133,14 +133,14 @@ async def test_a_status_that_is_written_before_any_pod_has_answered_is_no_news()
     assert world.totals == before
 
 
-async def test_what_happens_after_the_restart_is_told_with_its_own_number() -> None:
+async def test_what_happens_after_the_restart_is_told_once_and_counted() -> None:
     world = await world_with_history()
     world.restart_control_plane()
     await world.look()
     world.count("10.0.0.2", transfers=4, fallbacks=5)
     (told,) = await world.look()
-    assert told.startswith("KVTransferFallback: 1 prompts prefilled by decode pods")
-    assert told.endswith("in all 11 of 20 prompts that were meant for prefill pods")
+    assert told.startswith("KVTransferFallback: decode pods prefilled prompts themselves")
+    assert (world.totals["fallbacks"], world.totals["transfers"]) == (11, 9)
 
 
 async def test_what_happened_while_no_control_plane_ran_is_told_as_far_as_it_is_known() -> None:
@@ -150,7 +150,7 @@ async def test_what_happened_while_no_control_plane_ran_is_told_as_far_as_it_is_
     world.count("10.0.0.3", transfers=5, fallbacks=6)
     world.restart_control_plane()
     (told,) = await world.look()
-    assert told.startswith("KVTransferFallback: 3 prompts prefilled by decode pods")
+    assert told.startswith("KVTransferFallback: decode pods prefilled prompts themselves")
     assert world.totals["fallbacks"] == 13
 
 
@@ -164,7 +164,7 @@ async def test_totals_keep_pods_that_an_earlier_control_plane_knew() -> None:
     world.clock.advance(5.0)
     world.count("10.0.0.4", fallbacks=2)
     (told,) = await world.look()
-    assert told.startswith("KVTransferFallback: 2 prompts")
+    assert told.startswith("KVTransferFallback: decode pods prefilled prompts themselves")
     assert world.totals["fallbacks"] == 12
 
 
@@ -181,7 +181,7 @@ async def test_growth_without_a_control_plane_shows_only_beyond_what_replaced_po
     world.count("10.0.0.2", transfers=3, fallbacks=12)
     world.restart_control_plane()
     (told,) = await world.look()
-    assert told.startswith("KVTransferFallback: 2 prompts")
+    assert told.startswith("KVTransferFallback: decode pods prefilled prompts themselves")
     assert world.totals["fallbacks"] == 12
 
 

@@ -88,3 +88,16 @@ def test_an_answer_that_contradicts_itself_is_a_value_error() -> None:
     broken.requests.time_to_first_token.upper_bounds_ms.append(1.0)
     with pytest.raises(ValueError, match="bounds"):
         pod_stats(broken)
+
+
+def test_bounds_of_histograms_are_kept_once_for_all_pods() -> None:
+    answers = [
+        pb.GetStatsResponse(
+            requests=pb.RequestStats(time_to_first_token=pb.Histogram(upper_bounds_ms=[1.0, 2.0], counts=[0, n, 0]))
+        )
+        for n in (1, 2)
+    ]
+    first, second = (pod_stats(answer).requests.time_to_first_token for answer in answers)
+    assert first.upper_bounds_ms == (1.0, 2.0)
+    assert first.upper_bounds_ms is second.upper_bounds_ms
+    assert (first.counts, second.counts) == ((0, 1, 0), (0, 2, 0))

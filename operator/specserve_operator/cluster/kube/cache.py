@@ -32,6 +32,10 @@ def service_of(kind: Kind, obj: Manifest) -> ServiceKey | None:
     return None if name is None else ServiceKey(meta["namespace"], name)
 
 
+# Kind (API version and name) and namespace.
+_Place = tuple[str, str, str]
+
+
 @dataclass(frozen=True, slots=True)
 class _Entry:
     version: int
@@ -56,6 +60,7 @@ class ObjectCache:
 
     def __init__(self) -> None:
         self._entries: dict[ObjectRef, _Entry] = {}
+        self._places: dict[_Place, dict[ObjectRef, None]] = {}
         self._families: dict[ServiceKey, _Family] = {}
         self._tombstones: OrderedDict[ObjectRef, int] = OrderedDict()
         self._changes = 0
@@ -65,7 +70,7 @@ class ObjectCache:
 
     def put(self, kind: Kind, obj: Manifest) -> set[ServiceKey]:
         """Takes in a state of an object. Returns the services that it changed something for."""
-        obj = {"apiVersion": kind.api_version, "kind": kind.name} | obj  # lists leave both out
+        obj = kind.whole(obj)
         ref, version = ObjectRef.of(obj), resource_version(obj)
         known = self._entries.get(ref)
         if version and version <= max(known.version if known else 0, self._tombstones.get(ref, 0)):
@@ -73,12 +78,12 @@ class ObjectCache:
         text = json.dumps(kind.slim(obj), separators=(",", ":")).encode()
         entry = _Entry(version, service_of(kind, obj), text)
         self._entries[ref] = entry
+        self._places.setdefault(_place(ref), {})[ref] = None
         return self._note(ref, known, entry)
 
     def discard(self, kind: Kind, obj: Manifest) -> set[ServiceKey]:
         """Takes in that an object is gone; `obj` is its last state. Returns the services that it belonged to."""
-        obj = {"apiVersion": kind.api_version, "kind": kind.name} | obj
-        ref, version = ObjectRef.of(obj), resource_version(obj)
+        ref, version = ObjectRef.of(kind.whole(obj)), resource_version(obj)
         known = self._entries.get(ref)
         self._bury(ref, version)
         if known is None or (version and known.version > version):
@@ -99,11 +104,10 @@ class ObjectCache:
 
     def refs(self, kind: Kind, namespace: str | None = None) -> list[ObjectRef]:
         """All objects of a kind, in one namespace or in all."""
-        return [
-            ref
-            for ref in self._entries
-            if (ref.api_version, ref.kind) == (kind.api_version, kind.name) and namespace in (None, ref.namespace)
-        ]
+        if namespace is not None:
+            return list(self._places.get((kind.api_version, kind.name, namespace), ()))
+        places = [refs for place, refs in self._places.items() if place[:2] == (kind.api_version, kind.name)]
+        return [ref for refs in places for ref in refs]
 
     def get(self, ref: ObjectRef) -> Manifest | None:
         """A copy of the newest known state."""
@@ -148,9 +152,17 @@ class ObjectCache:
 
     def _remove(self, ref: ObjectRef, known: _Entry) -> set[ServiceKey]:
         del self._entries[ref]
+        place = _place(ref)
+        del self._places[place][ref]
+        if not self._places[place]:
+            del self._places[place]
         return self._note(ref, known, None)
 
     def _bury(self, ref: ObjectRef, version: int) -> None:
         self._tombstones[ref] = max(version, self._tombstones.pop(ref, 0))
         while len(self._tombstones) > _TOMBSTONES:
             self._tombstones.popitem(last=False)
+
+
+def _place(ref: ObjectRef) -> _Place:
+    return ref.api_version, ref.kind, ref.namespace

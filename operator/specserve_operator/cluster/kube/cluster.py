@@ -7,6 +7,7 @@ kopf's (`handlers.py`): they call `observe` and `forget`.
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,8 @@ from specserve_operator.cluster.kube.events import EventRecorder
 from specserve_operator.cluster.kube.health import WatchHealth
 from specserve_operator.cluster.kube.kinds import SERVICE, WATCHED, Kind, kind_of
 from specserve_operator.cluster.kube.repair import overwrite
+from specserve_operator.cluster.kube.repairs import RepairLimit
+from specserve_operator.cluster.kube.schema import Schema, prune_to
 from specserve_operator.cluster.protocol import ApplyOutcome, ClusterError
 from specserve_operator.cluster.wakeups import DirtyKeys
 from specserve_operator.constants import FIELD_MANAGER, MANAGED_BY
@@ -28,15 +31,19 @@ _LOG = logging.getLogger(__name__)
 
 # Lists show objects one by one: one sweep for them all.
 _SETTLE_SECONDS = 1.0
-_NOT_FOUND, _INVALID = 404, 422
+_NOT_FOUND, _CONFLICT, _INVALID = 404, 409, 422
 
 
 @dataclass(frozen=True, slots=True)
 class _Applied:
-    """What was last applied, and what the cluster made of it: values may come back written in another way."""
+    """What was last applied, and what the cluster made of it: values may come back written in another way.
+
+    `version`: of the newest state in which the object still was so.
+    """
 
     rendered: int
     owned: int
+    version: int
 
 
 class KubeCluster:
@@ -51,6 +58,7 @@ class KubeCluster:
         namespaces: Sequence[str] = (),
         kinds: Sequence[Kind] = WATCHED,
         on_apply: Callable[[str, str], None] = lambda kind, outcome: None,
+        time: Callable[[], float] = time.monotonic,
     ) -> None:
         self._client = client
         self._recorder = recorder
@@ -59,8 +67,11 @@ class KubeCluster:
         self.kinds = tuple(kinds)
         self._on_apply = on_apply
         self.cache = ObjectCache()
+        # By kind, where the installed CRDs are older than we: what they know of the statuses.
+        self.status_schemas: Mapping[str, Schema] = {}
         self._dirty: DirtyKeys[ServiceKey] = DirtyKeys()
         self._applied: dict[ObjectRef, _Applied] = {}
+        self._repairs = RepairLimit(time)
 
     # What the watches bring
 
@@ -70,7 +81,7 @@ class KubeCluster:
 
     def forget(self, kind: Kind, obj: Manifest) -> None:
         """An object that a watch has seen go; `obj` is its last state."""
-        self._applied.pop(ObjectRef.of({"apiVersion": kind.api_version, "kind": kind.name} | obj), None)
+        self._applied.pop(ObjectRef.of(kind.whole(obj)), None)
         self._wake(self.cache.discard(kind, obj))
 
     async def sweep(self) -> None:
@@ -79,8 +90,10 @@ class KubeCluster:
         A watch that was interrupted for long does not tell of what was deleted meanwhile, so a list must.
         """
         for kind in self.kinds:
-            newest = [await self._sweep(kind, scope) for scope in self._scopes]
-            self._health.on_listed(kind, max(newest))
+            for scope in self._scopes:
+                self._health.on_listed(kind, scope, await self._sweep(kind, scope))
+        self._applied = {ref: applied for ref, applied in self._applied.items() if self.cache.version(ref)}
+        self._repairs.prune()
 
     async def _sweep(self, kind: Kind, scope: str | None) -> int:
         """Returns the newest version of an object in the list."""
@@ -89,10 +102,9 @@ class KubeCluster:
         async for page in self._client.list_all(kind, scope):
             version = page.version
             for obj in page.objects:
-                full = {"apiVersion": kind.api_version, "kind": kind.name} | obj
-                listed.append(ObjectRef.of(full))
-                newest = max(newest, resource_version(full))
-                self._wake(self.cache.put(kind, full))
+                listed.append(ObjectRef.of(kind.whole(obj)))
+                newest = max(newest, resource_version(obj))
+                self._wake(self.cache.put(kind, obj))
         self._wake(self.cache.keep_only(kind, scope, listed=listed, version=version))
         return newest
 
@@ -114,10 +126,6 @@ class KubeCluster:
         """Everything that carries the service's label."""
         return self.cache.owned(key)
 
-    def service_refs(self) -> Sequence[ObjectRef]:
-        """The same as references."""
-        return self.cache.refs(SERVICE)
-
     def changes(self, key: ServiceKey) -> int:
         """A number that is another one whenever the service or an object of its has changed."""
         return self.cache.changes(key)
@@ -126,30 +134,29 @@ class KubeCluster:
         """Server-side apply. No request is sent for what was applied before and is still as it was then."""
         if field_manager != FIELD_MANAGER:
             return await self._seed(obj, field_manager)
-        ref = ObjectRef.of(obj)
-        rendered, live = hash(repr(obj)), self.cache.get(ref)
-        if live is not None and self._is_applied(ref, obj, live):
-            self._applied[ref] = _Applied(rendered, digest_of_owned(obj, live))
+        ref, rendered = ObjectRef.of(obj), hash(repr(obj))
+        known, version = self._applied.get(ref), self.cache.version(ref)
+        if version and known is not None and (known.rendered, known.version) == (rendered, version):
             return ApplyOutcome.UNCHANGED
-        before = self.cache.version(ref)
+        live = self.cache.get(ref)
+        if live is not None and _is_applied(known, rendered, obj, live):
+            self._applied[ref] = _Applied(rendered, digest_of_owned(obj, live), version)
+            return ApplyOutcome.UNCHANGED
+        if known is not None and known.rendered == rendered and not self._repairs.take(ref):
+            raise ClusterError(
+                f"{ref.kind} {ref.namespace}/{ref.name} is changed back again and again: does another operator watch "
+                "this namespace, or another tool manage what this operator makes?"
+            )
         try:
             answer = await self._send(obj, live or await self._find_unlabelled(obj))
         except ClusterError:
             self._on_apply(ref.kind, "refused")
             raise
         self._wake(self.cache.put(kind_of(ref), answer))
-        self._applied[ref] = _Applied(rendered, digest_of_owned(obj, answer))
-        outcome = _outcome(before, resource_version(answer))
+        self._applied[ref] = _Applied(rendered, digest_of_owned(obj, answer), resource_version(answer))
+        outcome = _outcome(version, resource_version(answer))
         self._on_apply(ref.kind, str(outcome))
         return outcome
-
-    def _is_applied(self, ref: ObjectRef, obj: Manifest, live: Manifest) -> bool:
-        """True if an apply would change nothing. What an earlier process applied is known by its values alone: among
-        them is the hash of all that was rendered then."""
-        known = self._applied.get(ref)
-        if known is None:
-            return bool(owned_values(obj, live) == obj)
-        return known == _Applied(hash(repr(obj)), digest_of_owned(obj, live))
 
     async def _find_unlabelled(self, obj: Manifest) -> Manifest | None:
         """An object that no watch shows. Raises `ClusterError` where it is somebody else's: it would go with ours."""
@@ -186,7 +193,7 @@ class KubeCluster:
         try:
             answer = await self._client.apply(kind_of(ref), obj, manager=field_manager, force=False)
         except ApiError as error:
-            if error.status != 409:
+            if error.status != _CONFLICT:
                 raise
             return ApplyOutcome.UNCHANGED
         self._wake(self.cache.put(kind_of(ref), answer))
@@ -201,7 +208,7 @@ class KubeCluster:
                 kind_of(ref), ref.namespace, ref.name, uid=live["metadata"].get("uid") if live else None
             )
         except ApiError as error:
-            if error.status not in (404, 409):
+            if error.status not in (_NOT_FOUND, _CONFLICT):
                 raise
 
     async def patch_status(self, key: ServiceKey, status: Mapping[str, Any]) -> None:
@@ -213,16 +220,23 @@ class KubeCluster:
         live, kind = self.cache.get(ref), kind_of(ref)
         if live is None:
             return
+        if kind.name in self.status_schemas:
+            status = prune_to(self.status_schemas[kind.name], dict(status))
+            if status == live.get("status"):
+                return
         # With the uid, an apply cannot create what is gone, nor write over what has the same name by now.
         meta = {"name": ref.name, "namespace": ref.namespace, "uid": live["metadata"]["uid"]}
         body = {"apiVersion": ref.api_version, "kind": ref.kind, "metadata": meta, "status": dict(status)}
         try:
             answer = await self._client.apply(kind, body, manager=FIELD_MANAGER, subresource="status")
         except ApiError as error:
-            if error.status not in (404, 409):
+            if error.status not in (_NOT_FOUND, _CONFLICT):
                 raise
             return
-        self.cache.put(kind, answer)
+        keys = self.cache.put(kind, answer)
+        if _without_status(answer) != _without_status(live):
+            # Somebody else's change came in between, and the watch will show nothing that is newer than this answer.
+            self._wake(keys)
 
     async def emit(self, key: ServiceKey, event: Event) -> None:
         """Records an event about the service. Raises `ClusterError`; nothing if the service is gone."""
@@ -255,6 +269,20 @@ def _outcome(before: int, after: int) -> ApplyOutcome:
     if not before:
         return ApplyOutcome.CREATED
     return ApplyOutcome.UNCHANGED if after == before else ApplyOutcome.CONFIGURED
+
+
+def _is_applied(known: _Applied | None, rendered: int, obj: Manifest, live: Manifest) -> bool:
+    """True if an apply would change nothing. What an earlier process applied is known by its values alone: among them
+    is the hash of all that was rendered then."""
+    if known is None:
+        return bool(owned_values(obj, live) == obj)
+    return (known.rendered, known.owned) == (rendered, digest_of_owned(obj, live))
+
+
+def _without_status(obj: Manifest) -> Manifest:
+    """What of an object is not changed by a write of its status."""
+    meta = {k: v for k, v in obj["metadata"].items() if k not in ("managedFields", "resourceVersion")}
+    return {k: v for k, v in obj.items() if k != "status"} | {"metadata": meta}
 
 
 def _owner_uids(obj: Manifest) -> set[str]:

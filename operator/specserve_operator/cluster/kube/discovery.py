@@ -3,16 +3,41 @@
 Needs no permission beyond what every authenticated client has.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from specserve_operator.api.crd import DEFINITIONS, resource_schema
 from specserve_operator.cluster.kube.client import ApiError, KubeClient
-from specserve_operator.cluster.kube.kinds import Kind, is_own_group
+from specserve_operator.cluster.kube.kinds import OPTIONAL, Kind, is_own_group
+from specserve_operator.cluster.kube.schema import Schema, missing_fields
 from specserve_operator.cluster.protocol import ClusterError
 from specserve_operator.constants import GROUP, VERSION
 
+_SCHEMAS = "/openapi/v3"
+_OWN_API = f"apis/{GROUP}/{VERSION}"
 _SHOWN = 5
+
+
+@dataclass(frozen=True, slots=True)
+class InstalledCrds:
+    """Our own CRDs as they are installed.
+
+    `digest`: another one for other CRDs; empty while the API server does not show them. `problem`: what they lack of
+    this version's; empty if nothing. `status_schemas`: by kind, those of statuses that lack something.
+    """
+
+    digest: str = ""
+    problem: str = ""
+    status_schemas: Mapping[str, Schema] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What may change while the operator runs: the optional kinds that there are, and our CRDs."""
+
+    optional: tuple[Kind, ...] = ()
+    crds: InstalledCrds = field(default_factory=InstalledCrds)
 
 
 async def find_kinds(client: KubeClient, kinds: tuple[Kind, ...]) -> tuple[Kind, ...]:
@@ -35,15 +60,39 @@ async def find_kinds(client: KubeClient, kinds: tuple[Kind, ...]) -> tuple[Kind,
     return found
 
 
-async def find_crd_problem(client: KubeClient) -> str:
-    """What the installed CRDs lack of this version's; empty if nothing. Helm, for one, does not upgrade CRDs itself."""
-    answer = await client.get(f"/openapi/v3/apis/{GROUP}/{VERSION}")
+async def find_offer(client: KubeClient, known: Offer | None = None) -> Offer:
+    """What there is now; `known` is what there was before. Two small requests where that is the same.
+
+    Raises `ClusterError`.
+    """
+    optional = await find_kinds(client, OPTIONAL)
+    return Offer(optional, await _find_crds(client, (known or Offer()).crds))
+
+
+async def _find_crds(client: KubeClient, known: InstalledCrds) -> InstalledCrds:
+    """Helm, for one, does not upgrade CRDs by itself."""
+    shown = (await client.get(_SCHEMAS))["paths"].get(_OWN_API)
+    # The address holds a digest of the schemas. It is not asked for under it: they may be others by now.
+    digest = "" if shown is None else str(shown["serverRelativeURL"])
+    if digest == known.digest:
+        return known
+    if not digest:
+        return InstalledCrds()
+    answer = await client.get(f"{_SCHEMAS}/{_OWN_API}")
     schemas = {_kind_name(schema): schema for schema in answer["components"]["schemas"].values()}
-    missing = [
-        f"{definition.kind}{path}"
+    missing = {
+        definition.kind: list(missing_fields(resource_schema(definition), schemas.get(definition.kind, {})))
         for definition in DEFINITIONS
-        for path in _missing_fields(resource_schema(definition), schemas.get(definition.kind, {}))
-    ]
+    }
+    outdated = [kind for kind, paths in missing.items() if any(path.startswith(".status.") for path in paths)]
+    return InstalledCrds(
+        digest,
+        _describe([f"{kind}{path}" for kind, paths in missing.items() for path in paths]),
+        {kind: schemas[kind]["properties"]["status"] for kind in outdated},
+    )
+
+
+def _describe(missing: Sequence[str]) -> str:
     if not missing:
         return ""
     more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
@@ -53,17 +102,3 @@ async def find_crd_problem(client: KubeClient) -> str:
 def _kind_name(schema: Mapping[str, Any]) -> str:
     kinds: Sequence[Mapping[str, Any]] = schema.get("x-kubernetes-group-version-kind") or ({},)
     return str(kinds[0].get("kind", ""))
-
-
-def _missing_fields(wanted: Mapping[str, Any], found: Mapping[str, Any], path: str = "") -> Iterator[str]:
-    """Paths of properties that `wanted` has and `found` lacks; not those below one that is lacking itself."""
-    found_properties = found.get("properties") or {}
-    for name, schema in (wanted.get("properties") or {}).items():
-        if not path and name in ("apiVersion", "kind", "metadata"):
-            continue
-        if name not in found_properties:
-            yield f"{path}.{name}"
-        else:
-            yield from _missing_fields(schema, found_properties[name], f"{path}.{name}")
-    if "items" in wanted:
-        yield from _missing_fields(wanted["items"], found.get("items") or {}, f"{path}[]")

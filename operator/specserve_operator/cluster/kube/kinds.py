@@ -49,6 +49,10 @@ class Kind:
     def version(self) -> str:
         return self.api_version.rpartition("/")[2]
 
+    def whole(self, obj: Manifest) -> Manifest:
+        """An object with what lists leave out: its kind."""
+        return {"apiVersion": self.api_version, "kind": self.name} | obj
+
     def path(self, namespace: str | None = None, name: str | None = None, subresource: str | None = None) -> str:
         """Path of an object, or of the collection in a namespace or, without one, in the cluster."""
         parts = ["/apis" if self.group else "/api", self.api_version]
@@ -59,6 +63,7 @@ class Kind:
 
 
 SERVICE = Kind(API_VERSION, "SpeculativeService", "speculativeservices", selector="")
+DEPLOYMENT = Kind("apps/v1", "Deployment", "deployments")
 POD = Kind("v1", "Pod", "pods", slim=_pod_essentials)
 EVENT = Kind("v1", "Event", "events")
 SECRET = Kind("v1", "Secret", "secrets")
@@ -69,7 +74,7 @@ _RBAC = "rbac.authorization.k8s.io/v1"
 WATCHED: tuple[Kind, ...] = (
     SERVICE,
     Kind(API_VERSION, "PoolScaler", "poolscalers"),
-    Kind("apps/v1", "Deployment", "deployments"),
+    DEPLOYMENT,
     Kind("apps/v1", "ControllerRevision", "controllerrevisions"),
     Kind("v1", "Service", "services"),
     Kind("v1", "ConfigMap", "configmaps"),
@@ -81,6 +86,8 @@ WATCHED: tuple[Kind, ...] = (
     Kind("networking.k8s.io/v1", "NetworkPolicy", "networkpolicies"),
     POD_MONITOR,
 )
+# What other projects define: it may be missing, come and go. Only listed: kopf ends with a watch of what is gone.
+OPTIONAL: tuple[Kind, ...] = tuple(kind for kind in WATCHED if kind.is_optional)
 _BY_NAME = {(kind.api_version, kind.name): kind for kind in (*WATCHED, EVENT, SECRET)}
 
 

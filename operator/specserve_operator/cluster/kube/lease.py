@@ -102,10 +102,10 @@ class Lease:
 async def run_as_leader(lease: Lease, work: Callable[[], Awaitable[None]], *, time: Callable[[], float]) -> None:
     """Waits for the Lease, runs `work`, and gives the Lease back. Raises `LeaseLostError`; `work` is cancelled then."""
     _LOG.info("waiting for the %s", lease.label)
-    await _acquire(lease)
+    asked_at = await _acquire(lease, time)
     lease.is_held = True
     _LOG.info("the %s is ours", lease.label)
-    keeper = asyncio.create_task(_keep(lease, time), name="lease")
+    keeper = asyncio.create_task(_keep(lease, time, since=asked_at), name="lease")
     worker = asyncio.ensure_future(work())
     try:
         await asyncio.wait([keeper, worker], return_when=asyncio.FIRST_COMPLETED)
@@ -123,26 +123,29 @@ async def run_as_leader(lease: Lease, work: Callable[[], Awaitable[None]], *, ti
         _LOG.info("the %s was not given back: %s", lease.label, error)
 
 
-async def _acquire(lease: Lease) -> None:
+async def _acquire(lease: Lease, time: Callable[[], float]) -> float:
+    """Returns when it was asked for: others count from a moment after that, however late the answer comes."""
     while True:
+        asked_at = time()
         try:
             if await lease.try_to_hold():
-                return
+                return asked_at
         except ClusterError as error:
             _LOG.warning("%s: %s", lease.label, error)
         await asyncio.sleep(RETRY_SECONDS)
 
 
-async def _keep(lease: Lease, time: Callable[[], float]) -> None:
-    """Renews until it cannot. Raises `LeaseLostError`."""
-    renewed_at = time()
+async def _keep(lease: Lease, time: Callable[[], float], *, since: float) -> None:
+    """Renews until it cannot. `since`: when the Lease was asked for. Raises `LeaseLostError`."""
+    renewed_at = since
     while True:
         await asyncio.sleep(RETRY_SECONDS)
+        asked_at = time()
         try:
             async with asyncio.timeout(max(renewed_at + RENEW_SECONDS - time(), 0)):
                 if not await lease.try_to_hold():
                     raise LeaseLostError(f"the {lease.label} was taken by somebody else", retryable=False)
-            renewed_at = time()
+            renewed_at = asked_at
         except LeaseLostError:
             raise
         except (ClusterError, TimeoutError) as error:

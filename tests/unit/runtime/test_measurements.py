@@ -1,0 +1,98 @@
+"""How often a status is written in which only measured numbers are new."""
+
+from typing import Any
+
+import pytest
+
+from specserve_operator.constants import LABEL_POOL
+from specserve_operator.core.objects import ServiceKey
+from tests.fakes.clock import settle
+from tests.unit.core.builders import decode_stats_of
+from tests.unit.runtime.reconciling import World, condition, make_service
+
+
+def measured(world: World, key: ServiceKey, *, requests: int) -> None:
+    """Each decode pod has answered so many requests so far."""
+    pods = [obj for ref, obj in world.cluster.objects.items() if ref.kind == "Pod"]
+    decode = [pod for pod in pods if pod["metadata"]["labels"][LABEL_POOL] == "decode"]
+    world.stats.pods = {
+        pod["metadata"]["uid"]: decode_stats_of(pod, ttft_counts=[requests, 0, 0, 0, 0]) for pod in decode
+    }
+
+
+async def ready_world(**options: Any) -> tuple[World, ServiceKey]:
+    world = World(**options)
+    key = world.cluster.put(make_service())
+    await world.reconciler.reconcile(key)
+    world.bring_up(key)
+    await world.reconciler.reconcile(key)
+    await world.reconciler.reconcile(key)
+    return world, key
+
+
+def samples(world: World, key: ServiceKey) -> int:
+    return int(world.cluster.services[key]["status"]["latency"]["timeToFirstToken"][0]["samples"])
+
+
+async def test_newer_numbers_alone_are_written_from_time_to_time() -> None:
+    world, key = await ready_world(measurement_seconds=10.0)
+    world.clock.advance(10.0)
+    measured(world, key, requests=1)
+    await world.reconciler.reconcile(key)
+    assert samples(world, key) == 2
+    writes = world.cluster.status_writes
+    for second in range(1, 10):
+        world.clock.advance(1.0)
+        measured(world, key, requests=1 + second)
+        assert await world.reconciler.reconcile(key) == pytest.approx(10.0 - second)
+    assert world.cluster.status_writes == writes
+    world.clock.advance(1.0)
+    assert await world.reconciler.reconcile(key) is None
+    assert (world.cluster.status_writes, samples(world, key)) == (writes + 1, 20)
+
+
+async def test_what_is_more_than_newer_numbers_is_written_at_once_with_them() -> None:
+    world, key = await ready_world(measurement_seconds=10.0)
+    world.clock.advance(10.0)
+    measured(world, key, requests=1)
+    await world.reconciler.reconcile(key)
+    measured(world, key, requests=5)
+    pod = next(obj for ref, obj in world.cluster.objects.items() if ref.kind == "Pod" and "decode" in ref.name)
+    pod["status"]["conditions"] = [{"type": "Ready", "status": "False"}]
+    await world.reconciler.reconcile(key)
+    assert condition(world.cluster.services[key], "Ready")["status"] == "False"
+    assert samples(world, key) == 10
+
+
+async def test_statistics_wake_a_service_when_its_turn_has_come() -> None:
+    world, key = await ready_world(measurement_seconds=10.0)
+    async with world.running():
+        world.clock.advance(10.0)
+        measured(world, key, requests=1)
+        world.stats.wake(key)
+        await settle()
+        assert samples(world, key) == 2
+        writes = world.cluster.status_writes
+        measured(world, key, requests=2)
+        world.stats.wake(key)
+        world.clock.advance(9.0)
+        await settle()
+        assert world.cluster.status_writes == writes
+        world.clock.advance(1.5)
+        await settle()
+        assert (world.cluster.status_writes, samples(world, key)) == (writes + 1, 4)
+
+
+async def test_with_many_services_each_waits_longer_for_newer_numbers() -> None:
+    world, key = await ready_world(measurement_seconds=10.0, measurements_per_second=0.1)
+    measured(world, key, requests=1)
+    await world.reconciler.reconcile(key)
+    others = [world.cluster.put(make_service(name=name)) for name in ("a", "b")]
+    for other in others:
+        await world.reconciler.reconcile(other)
+
+    measured(world, key, requests=2)
+    assert await world.reconciler.reconcile(key) == pytest.approx(30.0)
+    del world.cluster.services[others[0]]
+    await world.reconciler.reconcile(others[0])
+    assert await world.reconciler.reconcile(key) == pytest.approx(20.0)
