@@ -4,7 +4,7 @@ SHELL := /bin/bash
 BIN := .venv/bin
 PY_DIRS := operator workers tests examples bench hack
 
-.PHONY: help setup demo test cluster-test e2e local-e2e soak unit lint type generate verify lock format bench clean models
+.PHONY: help setup demo test cluster-test e2e local-e2e soak unit lint type generate verify lock format bench operator-bench clean models
 
 help: ## Lists the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | column -t -s $$'\t'
@@ -61,6 +61,9 @@ lock: setup ## Resolves the dependencies again
 
 bench: setup ## The interleaved speed comparisons; writes bench/results (about 40 minutes)
 	@$(BIN)/python -m bench.serving
+
+operator-bench: setup ## The operator with a thousand services, beside one in Go (about 40 minutes; builds Kubernetes)
+	@$(BIN)/python -m bench.operator_scale
 
 models: setup ## Trains the tiny models again (about half an hour); the committed ones stay valid
 	@$(BIN)/python examples/tiny/make_models.py
