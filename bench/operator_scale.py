@@ -103,7 +103,7 @@ class Bench:
         say(f"{contestant.name}: {count} of {self._count} are as asked; {usage(contestant.pid).resident_mib:.0f} MiB")
         return count
 
-    def _wait(self, check: Callable[[], bool], *, what: str, pause_seconds: float = 5.0) -> None:
+    def _wait(self, check: Callable[[], bool], *, what: str, pause_seconds: float = 15.0) -> None:
         deadline = time.monotonic() + SETTLE_SECONDS
         while not check():
             if time.monotonic() > deadline:

@@ -26,6 +26,8 @@ TRIES = 2
 # a node that is lost is noticed by the router's own checks only, after HEALTH_CHECKS of them.
 RETRY_DELAY_MILLISECONDS = 1500
 HEALTH_CHECKS = 2
+# What pods take (workers, `FrontendSettings`).
+MAX_BODY_BYTES = 64 << 20
 # Until every node has heard that the pod is leaving, new connections still arrive.
 STOP_DELAY_SECONDS = 5
 
@@ -87,4 +89,6 @@ def router_flags(launch: GatewayLaunch) -> list[str]:
         # everyone for a minute, and one client could so take them all. Probes and discovery find the dead ones.
         "--disable-circuit-breaker",
         *("--request-timeout-secs", str(REQUEST_TIMEOUT_SECONDS)),
+        # The router holds a body in memory until it is whole; it would take eight times as much.
+        *("--max-payload-size", str(MAX_BODY_BYTES)),
     ]
