@@ -66,6 +66,10 @@ class Proxy:
 
     async def _close(self) -> None:
         if self._server is not None:
+            # A connection that was accepted in this turn of the loop would be lost by a close, and never be closed.
+            for listening in self._server.sockets:
+                asyncio.get_running_loop().remove_reader(listening.fileno())
+            await asyncio.sleep(0)
             self._server.close()
         connections = list(self._connections)
         for connection in connections:
