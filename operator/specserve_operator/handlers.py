@@ -17,7 +17,7 @@ from specserve_operator.cluster.kube.login import is_in_cluster
 from specserve_operator.constants import GROUP, MANAGED_BY
 from specserve_operator.core.objects import Manifest
 
-# Kind, type (ADDED, MODIFIED, DELETED, or None where a list has shown it) and object.
+# Kind, type (ADDED, MODIFIED, DELETED) and object.
 OnEvent = Callable[[Kind, str | None, Manifest], None]
 # Kind, namespace (None: all) and resource version: from that version on a watch shows everything, and nothing before.
 OnWatch = Callable[[Kind, str | None, int], None]

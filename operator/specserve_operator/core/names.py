@@ -33,7 +33,7 @@ class Pool(StrEnum):
     GATEWAY = "gateway"
 
 
-def workload_name(service: str, pool: Pool, revision: str) -> str:
+def workload_name(service: str, pool: str, revision: str) -> str:
     """The Deployment of one pool and revision."""
     return f"{service}-{pool}-{revision}"
 
@@ -53,15 +53,15 @@ def runtime_config_name(service: str) -> str:
     return f"{service}-runtime"
 
 
-def disruption_budget_name(service: str, pool: Pool) -> str:
+def disruption_budget_name(service: str, pool: str) -> str:
     return f"{service}-{pool}"
 
 
-def network_policy_name(service: str, pool: Pool) -> str:
+def network_policy_name(service: str, pool: str) -> str:
     return f"{service}-{pool}"
 
 
-def pool_scaler_name(service: str, pool: Pool) -> str:
+def pool_scaler_name(service: str, pool: str) -> str:
     """The PoolScaler of a pool in mode External."""
     return f"{service}-{pool}"
 
@@ -82,18 +82,21 @@ def is_derived_name(kind: str, name: str, service: str, labels: Mapping[str, str
     """
     pool = labels.get(LABEL_POOL, "")
     match kind:
-        case "Pod":
-            return True
         case "Deployment":
-            return name == f"{service}-{pool}-{labels.get(LABEL_REVISION, '')}"
-        case "NetworkPolicy" | "PodDisruptionBudget" | "PoolScaler":
-            return name == f"{service}-{pool}"
+            derived = workload_name(service, pool, labels.get(LABEL_REVISION, ""))
+        case "NetworkPolicy":
+            derived = network_policy_name(service, pool)
+        case "PodDisruptionBudget":
+            derived = disruption_budget_name(service, pool)
+        case "PoolScaler":
+            derived = pool_scaler_name(service, pool)
         case "PodMonitor":
-            return name == pod_monitor_name(service)
+            derived = pod_monitor_name(service)
         case "Service" if LABEL_TARGET_REVISION in labels:
-            return name == prefill_peers_name(service, labels[LABEL_TARGET_REVISION])
+            derived = prefill_peers_name(service, labels[LABEL_TARGET_REVISION])
         case _:
-            return name.startswith(f"{service}-")
+            return kind == "Pod" or name.startswith(f"{service}-")
+    return name == derived
 
 
 def selector(service: str, pool: Pool, *, revision: str | None = None, target_revision: str | None = None) -> Labels:
