@@ -61,7 +61,7 @@ class Contestant(ABC):
 
     @abstractmethod
     def manifest(self, number: int) -> Object:
-        """The object as it is created: with three pods."""
+        """The object as it is created."""
 
     @abstractmethod
     def scaled(self, number: int, round_: int) -> Step:

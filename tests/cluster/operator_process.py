@@ -65,9 +65,19 @@ def chart_flags(
     watched: tuple[str, ...] = (), namespace: str = NAMESPACE, *, leader_election: bool = False
 ) -> list[str]:
     """The command line with which the chart starts the operator."""
+    return list(_chart_container(watched, namespace, leader_election=leader_election)["args"])
+
+
+def chart_variables() -> dict[str, str]:
+    """What the chart sets in the operator's environment, but for what is different in every pod."""
+    variables = _chart_container((), NAMESPACE, leader_election=False)["env"]
+    return {variable["name"]: variable["value"] for variable in variables if "value" in variable}
+
+
+def _chart_container(watched: tuple[str, ...], namespace: str, *, leader_election: bool) -> dict[str, Any]:
     (deployment,) = chart_documents(("deployment.yaml",), watched, namespace, leader_election=leader_election)
     (container,) = deployment["spec"]["template"]["spec"]["containers"]
-    return list(container["args"])
+    return dict(container)
 
 
 def install_rules(
@@ -169,6 +179,7 @@ class OperatorProcess:
     def _environment(self) -> Mapping[str, str]:
         source = ":".join(str(ROOT / folder) for folder in ("operator", "workers", "protos"))
         return environment(
+            **chart_variables(),
             KUBECONFIG=str(self._kubeconfig),
             PYTHONPATH=source,
             POD_NAME=self.options.pod_name,

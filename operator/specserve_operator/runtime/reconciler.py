@@ -278,6 +278,8 @@ class Reconciler:
                 await self._step(key)
             finally:
                 self.queue.done(key)
+            # A step that changes nothing never waits: a thousand of them in a row would keep all others from running.
+            await asyncio.sleep(0)
 
     async def _step(self, key: ServiceKey) -> None:
         """One reconcile with its outcome: the only place where errors become retries."""

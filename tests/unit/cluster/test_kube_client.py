@@ -1,5 +1,7 @@
 """Requests to an API server: what is sent, and what becomes of its answers. The server is a real HTTP one."""
 
+import asyncio
+import itertools
 import json
 from collections.abc import AsyncIterator, Callable
 from datetime import UTC, datetime, timedelta
@@ -242,6 +244,25 @@ async def test_a_sweep_reads_every_page_and_drops_what_no_page_has(server: Serve
     await cluster.sweep()
 
     assert sorted(obj["metadata"]["name"] for obj in await cluster.list_owned(KEY)) == ["first", "second"]
+
+
+async def test_others_get_their_turn_while_a_page_is_taken_in(server: Server, client: KubeClient) -> None:
+    cluster, objects = cluster_of(client), [config_map({}, version="4") for _ in range(500)]
+    for number, obj in enumerate(objects):
+        obj["metadata"]["name"] = f"map-{number}"
+
+    def answer(method: str, path: str, body: Any) -> tuple[int, Any]:
+        return 200, {"metadata": {"resourceVersion": "10"}, "items": objects if "configmaps" in path else []}
+
+    server.answer = answer
+    sizes = [0]
+    sweeping = asyncio.ensure_future(cluster.sweep())
+    while not sweeping.done():
+        await asyncio.sleep(0)
+        sizes.append(len(cluster.cache))
+
+    assert sizes[-1] == 500
+    assert max(after - before for before, after in itertools.pairwise(sizes)) <= 50
 
 
 async def test_a_needed_kind_that_is_missing_is_named(server: Server, client: KubeClient) -> None:

@@ -9,7 +9,7 @@ from specserve_operator.core.config import OperatorConfig
 from specserve_operator.core.objects import Manifest, ServiceKey
 from specserve_operator.runtime.reconciler import Reconciler
 from tests.fakes.clock import settle
-from tests.unit.runtime.reconciling import World, condition, make_service
+from tests.unit.runtime.reconciling import CONFIG, World, condition, make_service
 
 
 async def test_the_first_pass_applies_everything_and_writes_a_status() -> None:
@@ -208,6 +208,22 @@ async def test_services_that_were_there_before_are_taken_at_the_start() -> None:
         break
     async with world.running():
         assert len(world.named("Deployment")) == 2
+
+
+async def test_others_get_their_turn_between_steps_that_change_nothing() -> None:
+    world = World(workers=4)
+    for number in range(40):
+        world.cluster.put(make_service(f"service-{number}"))
+    async with world.running():
+        await world.reconciler.reconfigure(CONFIG)
+        assert len(world.reconciler.queue) == 40
+
+        turns = 0
+        while len(world.reconciler.queue):
+            await asyncio.sleep(0)
+            turns += 1
+
+        assert turns >= 10
 
 
 async def test_drift_that_nobody_reports_is_found_by_the_resync() -> None:

@@ -31,6 +31,8 @@ _LOG = logging.getLogger(__name__)
 
 # Lists show objects one by one: one sweep for them all.
 _SETTLE_SECONDS = 1.0
+# Of a list, before others get their turn.
+_TAKEN_AT_ONCE = 50
 _NOT_FOUND, _CONFLICT, _INVALID = 404, 409, 422
 
 
@@ -101,10 +103,12 @@ class KubeCluster:
         newest = version = 0
         async for page in self._client.list_all(kind, scope):
             version = page.version
-            for obj in page.objects:
+            for number, obj in enumerate(page.objects):
                 listed.append(ObjectRef.of(kind.whole(obj)))
                 newest = max(newest, resource_version(obj))
                 self._wake(self.cache.put(kind, obj))
+                if number % _TAKEN_AT_ONCE == 0:
+                    await asyncio.sleep(0)
         self._wake(self.cache.keep_only(kind, scope, listed=listed, version=version))
         return newest
 
