@@ -29,7 +29,10 @@ def module_folder() -> Path:
 
 
 class LeaderWorkerSet(Contestant):
-    """One group of one pod, so that no pod has workers: of three, a thousand take hours to be ready. Its webhooks answer, as its makers want it."""
+    """One group of one pod, so that no pod has workers: with three groups each, a thousand take hours to be ready.
+
+    Its webhooks answer, as its makers want it.
+    """
 
     name = "lws"
     objects = (f"/apis/{GROUP}/v1", "leaderworkersets")
