@@ -301,7 +301,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--services", type=int, default=1000, metavar="N")
     parser.add_argument("--changes", type=int, default=300, metavar="N", help="of each operator")
-    parser.add_argument("--idle-seconds", type=float, default=180.0, metavar="N")
+    parser.add_argument("--idle-seconds", type=float, default=300.0, metavar="N")
     parser.add_argument("--folder", type=Path, help="for logs and data, which stay; default: none stay")
     options = parser.parse_args()
     subprocess.run([TOOLS / "build.sh", "kubernetes", "etcd", "helm", "lws"], check=True)

@@ -46,7 +46,7 @@ class Options:
     """How the process is set. `namespaces`: those that are watched; none stands for the whole cluster.
 
     `host`: the address that probes and metrics listen on; None for all of them.
-    `sweep_seconds`: how often everything is listed, though watches should have told of every change.
+    `sweep_seconds`: how often everything is listed though no watch was interrupted: nothing should come of it.
     """
 
     config: OperatorConfig
@@ -58,7 +58,7 @@ class Options:
     metrics_port: int = 9090
     leader_election_lease: str | None = None
     issuing: IssuingOptions | None = None
-    sweep_seconds: float = 300.0
+    sweep_seconds: float = 1800.0
 
 
 class Operator:

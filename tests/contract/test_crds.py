@@ -99,7 +99,7 @@ spec:
     promote: {minAcceptanceGainPercent: 2, canaryPercent: 10, minRequests: 200, timeoutSeconds: 1800}
     template: {}
   gateway: {replicas: 1, port: 80, template: {}}
-  rollout: {maxUnavailable: 0, maxSurge: 1, progressDeadlineSeconds: 1800}
+  rollout: {maxUnavailable: 0, maxSurge: 1, minReadySeconds: 0, progressDeadlineSeconds: 1800}
 """
 
 
@@ -324,6 +324,7 @@ def test_relative_uri_is_refused_in_a_cluster() -> None:
         ("spec.training.collect.maxBytesPerSecond", "fast"),
         ("spec.gateway.port", 0),
         ("spec.rollout", {"maxSurge": 0}),
+        ("spec.rollout", {"minReadySeconds": 60, "progressDeadlineSeconds": 60}),
         ("metadata.name", "x" * 37),
     ],
 )

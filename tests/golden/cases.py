@@ -73,7 +73,7 @@ CASES: Mapping[str, SpeculativeService] = {
         prefill={"replicas": 2, "drainTimeoutSeconds": 60, "args": ["--max-num-batched-tokens", "16384"]},
         decode={"replicas": 4, "drainTimeoutSeconds": 300, "args": ["--max-num-seqs", "64"]},
         gateway={"replicas": 2, "port": 8080},
-        rollout={"maxUnavailable": 1, "maxSurge": 0, "progressDeadlineSeconds": 600},
+        rollout={"maxUnavailable": 1, "maxSurge": 0, "minReadySeconds": 30, "progressDeadlineSeconds": 600},
     ),
     "aggregated": make_service(speculation={"draft": _DRAFT}, decode={"replicas": 2}),
     "without-speculation": make_service(prefill={}, decode={"replicas": 1}),

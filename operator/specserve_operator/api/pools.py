@@ -137,6 +137,8 @@ class Rollout(ApiModel):
 
     max_unavailable: Replicas = 0
     max_surge: Replicas = 1
+    min_ready_seconds: Annotated[int, Field(ge=0, le=3_600)] = 0
+    """How long a new pod has to stay ready before an old one is given up for it."""
     progress_deadline_seconds: Annotated[int, Field(ge=1, le=86_400)] = 1800
     """A rollout without progress for so long is reported as stalled."""
 
@@ -144,4 +146,6 @@ class Rollout(ApiModel):
     def _can_move(self) -> Self:
         if self.max_unavailable == 0 and self.max_surge == 0:
             raise ValueError("maxUnavailable and maxSurge must not both be 0")
+        if self.min_ready_seconds >= self.progress_deadline_seconds:
+            raise ValueError("minReadySeconds must be less than progressDeadlineSeconds")
         return self

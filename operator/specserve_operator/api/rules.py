@@ -68,6 +68,10 @@ RULES: Final[dict[type[BaseModel], tuple[Rule, ...]]] = {
             "self.maxUnavailable > 0 || self.maxSurge > 0",
             "maxUnavailable and maxSurge must not both be 0",
         ),
+        Rule(
+            "self.minReadySeconds < self.progressDeadlineSeconds",
+            "minReadySeconds must be less than progressDeadlineSeconds",
+        ),
     ),
     api.DraftRevisionSpec: (Rule("self == oldSelf", "a draft revision is immutable"),),
 }

@@ -131,7 +131,7 @@ def plan(snapshot: Snapshot) -> Plan:
         pools=pools,
         scalers=scalers,
         deletions=(*plan_deletions(snapshot, pools, scalers), *plan_forgetting(snapshot, resolution)),
-        requeue_after_seconds=_seconds_to_deadline(snapshot, pools),
+        requeue_after_seconds=_seconds_to_next_look(snapshot, pools),
     )
 
 
@@ -218,10 +218,11 @@ def _observed(snapshot: Snapshot, pool: Pool, workloads: list[WorkloadView]) -> 
     """The pods of one revision, which has one workload or none yet."""
     wanted = sum(w.replicas for w in workloads)
     pods = [p for w in workloads for p in snapshot.pool_pods(pool, revision=w.revision) if p.is_active]
+    ready = sum(p.ready and not snapshot.seconds_to_available(p) for p in pods)
     return Replicas(
         wanted=wanted,
-        ready=sum(p.ready for p in pods),
-        paused=sum(p.started and not p.ready for p in pods),
+        ready=ready,
+        paused=sum(p.started or p.ready for p in pods) - ready,
         unplaced=max(wanted - sum(bool(p.node) for p in pods), 0),
     )
 
@@ -311,14 +312,15 @@ def needs_disruption_budget(pool: PoolPlan) -> bool:
     return pool.desired >= MIN_REPLICAS_FOR_BUDGET
 
 
-def _seconds_to_deadline(snapshot: Snapshot, pools: tuple[PoolPlan, ...]) -> float | None:
-    """When the first running rollout would count as stalled."""
+def _seconds_to_next_look(snapshot: Snapshot, pools: tuple[PoolPlan, ...]) -> float | None:
+    """When the first running rollout would count as stalled, or a ready pod as good enough to go on with."""
     waits = [
         deadline_seconds(snapshot, p.pool)
         for p in pools
         if p.old or p.current.replicas < p.desired or _observed_ready(snapshot, p) < p.desired
     ]
-    # A second later than the deadline, so that it has passed for certain; never in a busy loop once it has.
+    waits += [snapshot.seconds_to_available(p) for pool in pools if pool.old for p in snapshot.pool_pods(pool.pool)]
+    # A second later than that, so that it has passed for certain; never in a busy loop once it has.
     return min((wait + 1 for wait in waits if wait > 0), default=None)
 
 

@@ -24,7 +24,8 @@ from dataclasses import dataclass
 class Replicas:
     """Pods of one revision.
 
-    `wanted`: what its workload was told. `ready`: how many serve. `paused`: started, and not ready at the moment.
+    `wanted`: what its workload was told. `ready`: how many serve. `paused`: started, and not ready at the moment, or
+    not for long enough.
     `unplaced`: no node has them yet, which says nothing about whether they would work. All others are down.
     """
 

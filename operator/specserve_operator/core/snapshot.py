@@ -171,6 +171,13 @@ class Snapshot:
         """Pods of a pool, those that are being deleted included."""
         return tuple(p for p in self.pods if p.pool == pool and revision in (None, p.revision))
 
+    def seconds_to_available(self, pod: PodView) -> float:
+        """For how much longer a pod has to stay ready before others are given up for it; 0 for one that is not."""
+        if not pod.ready or pod.ready_changed is None:
+            return 0.0
+        least = self.service.spec.rollout.min_ready_seconds
+        return max(least - (self.now - pod.ready_changed).total_seconds(), 0.0)
+
 
 def build_snapshot(
     service: SpeculativeService,

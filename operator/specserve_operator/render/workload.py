@@ -42,6 +42,7 @@ def render_workload(owner: Owner, workload: CurrentWorkload, *, resolution: Reso
         "spec": {
             "replicas": workload.replicas,
             "revisionHistoryLimit": 0,
+            **({"minReadySeconds": rollout.min_ready_seconds} if rollout.min_ready_seconds else {}),
             "progressDeadlineSeconds": rollout.progress_deadline_seconds,
             # Only for a template that somebody else has edited: it is put right under the same bounds.
             "strategy": {

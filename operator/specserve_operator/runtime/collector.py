@@ -40,7 +40,7 @@ class CollectorOptions:
     `period_seconds`: how often each one is, while `max_calls_per_second` in all allow it. With more pods than that a
     round takes longer: services get their turn one after the other, without waiting for each other's answers.
     `kept_channels`: up to so many pods, connections are kept open; with more, each is closed after its call, since open
-    ones would take 100 KB each.
+    ones would take 100 KB each. A new one takes four times the processor of a call: `max_connections_per_second`.
     `stale_seconds`: how long the last answer of a pod that answers no more is still given out, at least; and always for
     two and a half rounds.
     """
@@ -49,6 +49,7 @@ class CollectorOptions:
     timeout_seconds: float = 2.0
     max_concurrent_calls: int = 64
     max_calls_per_second: float = 60.0
+    max_connections_per_second: float = 45.0
     kept_channels: int = 256
     window_seconds: float = 300.0
     stale_seconds: float = 15.0
@@ -180,7 +181,10 @@ class StatsCollector:
         addresses = {target.ip for service in services.values() for target in service.targets}
         is_kept = len(addresses) <= self._options.kept_channels
         await self._channels.keep_only(addresses if is_kept else ())
-        shortest_seconds = len(addresses) / self._options.max_calls_per_second
+        rate = self._options.max_calls_per_second
+        if not is_kept:
+            rate = min(rate, self._options.max_connections_per_second)
+        shortest_seconds = len(addresses) / rate
         # A round that is becoming longer must not make the pods at its end look silent.
         self._round_seconds = max(self._round_seconds, shortest_seconds)
         is_paced = shortest_seconds > self._options.period_seconds
@@ -188,7 +192,7 @@ class StatsCollector:
             for key, service in services.items():
                 group.create_task(self._take_turn(key, service, wake, is_kept=is_kept))
                 if is_paced:
-                    await sleep(self._clock, len(service.targets) / self._options.max_calls_per_second)
+                    await sleep(self._clock, len(service.targets) / rate)
 
     async def _take_turn(
         self, key: ServiceKey, service: _Service, wake: Callable[[ServiceKey], None], *, is_kept: bool
@@ -226,6 +230,7 @@ class StatsCollector:
             desired=_desired_speculation(owned, key),
         )
         self._looked[key] = (changes, service)
+        await asyncio.sleep(0)  # when all are new, thousands are read in a row
         return service
 
     def _forget_all_but(self, services: Mapping[ServiceKey, _Service]) -> None:

@@ -62,7 +62,7 @@ class ReconcilerOptions:
     `refused_retry_seconds`: how long to wait after what a repetition alone will hardly cure (a missing permission).
     `drain_seconds`: how long workers may take to finish their step at the end.
     `measurement_seconds`, `measurements_per_second`: how often a status is written in which only measured numbers
-    differ, and how many of all services' are: with more services each has to wait longer.
+    differ, at most, and how many of all services' are: with more services they wait in line.
     """
 
     workers: int = 4
@@ -96,8 +96,11 @@ class Reconciler:
         self._on_reconciled = on_reconciled
         self.crd_problem = crd_problem
         self.queue: WorkQueue[ServiceKey] = WorkQueue(clock, backoff=self._options.backoff)
-        # When a service's status was written last; the start of time for one that was not.
+        # When a service's status was written last.
         self._written_at: dict[ServiceKey, float] = {}
+        # When the status of a service with newer numbers alone may be written; and the last of those times.
+        self._turns: dict[ServiceKey, float] = {}
+        self._last_turn = float("-inf")
         # What a service's status said at the first look, before this control plane wrote any, with the service's uid.
         self._found: dict[ServiceKey, tuple[str, KvTransferStatus]] = {}
 
@@ -115,8 +118,8 @@ class Reconciler:
         manifest = await self._cluster.get_service(key)
         if manifest is None or manifest["metadata"].get("deletionTimestamp"):
             # The cluster removes the children, which are owned by the service.
-            self._written_at.pop(key, None)
-            self._found.pop(key, None)
+            for known in (self._written_at, self._turns, self._found):
+                known.pop(key, None)
             return None
         try:
             service = parse_service(manifest)
@@ -164,11 +167,16 @@ class Reconciler:
         return self._measurement_due(key)
 
     def _measurement_due(self, key: ServiceKey) -> float:
-        """In how many seconds the service's turn for newer numbers comes; 0 if it has come."""
-        options = self._options
-        period = max(options.measurement_seconds, len(self._written_at) / options.measurements_per_second)
-        written_at = self._written_at.setdefault(key, float("-inf"))
-        return max(written_at + period - self._clock.time(), 0.0)
+        """In how many seconds the service's turn for newer numbers comes; 0 if it has come.
+
+        Turns are given out one after the other, so that many that become due at once cause no burst of writes.
+        """
+        now = self._clock.time()
+        if key not in self._turns:
+            self._last_turn = max(self._last_turn + 1 / self._options.measurements_per_second, now)
+            earliest = self._written_at.get(key, float("-inf")) + self._options.measurement_seconds
+            self._turns[key] = max(self._last_turn, earliest)
+        return max(self._turns[key] - now, 0.0)
 
     def _on_statistics(self, key: ServiceKey) -> None:
         """The statistics of a service have changed: it gets a look when its turn has come."""
@@ -225,6 +233,7 @@ class Reconciler:
         if status != previous:
             await self._cluster.patch_status(key, status)
             self._written_at[key] = self._clock.time()
+            self._turns.pop(key, None)
 
     async def _report_invalid(self, key: ServiceKey, manifest: Manifest, message: str) -> None:
         """A spec that cannot even be read. What runs keeps running; only a new generation can help."""

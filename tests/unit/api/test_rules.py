@@ -138,6 +138,12 @@ CASES = (
         accepted=({}, {"maxUnavailable": 1, "maxSurge": 0}),
         refused=({"maxSurge": 0}, {"maxUnavailable": 0, "maxSurge": 0}),
     ),
+    Case(
+        pools.Rollout,
+        "minReadySeconds must be less",
+        accepted=({"minReadySeconds": 30}, {"minReadySeconds": 59, "progressDeadlineSeconds": 60}),
+        refused=({"minReadySeconds": 60, "progressDeadlineSeconds": 60}, {"minReadySeconds": 1800}),
+    ),
 )
 TRANSITION_RULES = {"a draft revision is immutable"}
 

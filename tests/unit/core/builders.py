@@ -108,6 +108,7 @@ def make_pod(
     *,
     ready: bool = True,
     created: datetime = NOW,
+    ready_since: datetime | None = None,
     container: Mapping[str, Any] | None = None,
     unschedulable: str = "",
     deleting: bool = False,
@@ -117,7 +118,7 @@ def make_pod(
     template = deployment["spec"]["template"]
     conditions = [
         {"type": "PodScheduled", "status": "False" if unschedulable else "True", "message": unschedulable},
-        {"type": "Ready", "status": str(ready), "lastTransitionTime": iso(created)},
+        {"type": "Ready", "status": str(ready), "lastTransitionTime": iso(ready_since or created)},
     ]
     state: dict[str, Any] = {"name": "engine", "ready": ready, "started": ready, "restartCount": 0}
     state["state"] = {"running": {}}

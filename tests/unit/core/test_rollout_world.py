@@ -11,7 +11,7 @@ from specserve_operator.core.names import Pool
 from specserve_operator.core.plan import plan
 from specserve_operator.core.status import compute_status
 from tests.unit.core.builders import disaggregated, make_snapshot
-from tests.unit.core.world import World
+from tests.unit.core.world import TICK_SECONDS, World
 
 POOLS = ("prefill", "decode")
 SURGE, NO_SURGE = {"maxSurge": 1, "maxUnavailable": 0}, {"maxSurge": 0, "maxUnavailable": 1}
@@ -128,6 +128,37 @@ def test_a_broken_revision_costs_no_ready_pod_and_the_next_one_takes_over() -> N
         assert (world.ready("prefill"), world.ready("decode")) == (2, 4)
     world.settle(service("c", prefill=2, decode=4))
     assert_at_rest(world, service("c", prefill=2, decode=4))
+
+
+def test_a_revision_whose_pods_fail_soon_after_they_are_ready_costs_no_pod_that_stays() -> None:
+    bounds = {**SURGE, "minReadySeconds": 3 * TICK_SECONDS}
+    world = running(service("a", prefill=2, decode=4, **bounds))
+    brittle = service("b", prefill=2, decode=4, **bounds)
+    world.brittle |= wanted_names(brittle)["prefill"] | wanted_names(brittle)["decode"]
+    for _ in range(60):
+        world.reconcile(brittle)
+        world.tick()
+        assert world.ready("prefill", without=world.brittle) == 2
+        assert world.ready("decode", without=world.brittle) == 4
+    world.settle(service("c", prefill=2, decode=4, **bounds))
+    assert_at_rest(world, service("c", prefill=2, decode=4, **bounds))
+
+
+def test_an_old_pod_is_given_up_when_a_new_one_has_been_ready_for_long_enough() -> None:
+    bounds = {**SURGE, "minReadySeconds": 2 * TICK_SECONDS}
+    world = running(service("a", decode=1, **bounds))
+    old = wanted_names(service("a", decode=1, **bounds))["decode"]
+    ready_for = 0
+    for _ in range(30):
+        plan_ = world.reconcile(service("b", decode=1, **bounds))
+        both = world.ready("decode") == 2
+        if both and plan_.pool(Pool.DECODE).old[0].replicas:
+            # Somebody looks again, though nothing changes by itself.
+            assert plan_.requeue_after_seconds <= 2 * TICK_SECONDS + 1
+        world.tick()
+        ready_for += both
+    assert ready_for == 2
+    assert world.names("decode").isdisjoint(old)
 
 
 events = st.one_of(

@@ -1,5 +1,6 @@
 """A cluster in which pods take their time: to be placed, to start, and to drain, on nodes that may be full."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
@@ -22,6 +23,7 @@ class Pod:
     created: datetime
     has_node: bool = False
     ticks_to_drain: int | None = None
+    ready_since: datetime | None = None
 
     @property
     def name(self) -> str:
@@ -35,13 +37,14 @@ class Pod:
 class World(FakeCluster):
     """`capacity`: how many pods have room, those that drain included; None: any number.
 
-    Pods whose Deployment is in `broken` never get ready.
+    Pods whose Deployment is in `broken` never get ready; of those in `brittle`, they are down a tick later.
     """
 
     def __init__(self, *, capacity: int | None = None, start_ticks: int = 1, drain_ticks: int = 1) -> None:
         super().__init__()
         self.capacity, self.start_ticks, self.drain_ticks = capacity, start_ticks, drain_ticks
         self.broken: set[str] = set()
+        self.brittle: set[str] = set()
         self._made = 0
         self._living: list[Pod] = []
 
@@ -67,8 +70,11 @@ class World(FakeCluster):
         self._living = [p for p in self._living if p.ticks_to_drain is None or p.ticks_to_drain > 0]
         for pod in self._living:
             if pod.has_node:
-                if pod.name not in self.broken and pod.ticks_to_start:
+                if pod.name in self.brittle and pod.is_ready:
+                    pod.ticks_to_start = self.start_ticks
+                elif pod.name not in self.broken and pod.ticks_to_start:
                     pod.ticks_to_start -= 1
+                    pod.ready_since = self.now
             elif self.capacity is None or sum(p.has_node for p in self._living) < self.capacity:
                 pod.has_node = True
 
@@ -109,8 +115,9 @@ class World(FakeCluster):
             (name, obj["spec"]["replicas"], True) for (kind, name), obj in self.objects.items() if kind == "Deployment"
         )
 
-    def ready(self, pool: str) -> int:
-        return sum(p.is_ready for p in self._of(pool))
+    def ready(self, pool: str, *, without: Collection[str] = ()) -> int:
+        """Ready pods but those of the Deployments in `without`."""
+        return sum(p.is_ready and p.name not in without for p in self._of(pool))
 
     def active(self, pool: str) -> int:
         """Pods that are not on their way out."""
@@ -136,6 +143,7 @@ class World(FakeCluster):
             pod.number,
             ready=pod.is_ready,
             created=pod.created,
+            ready_since=pod.ready_since,
             unschedulable="" if pod.has_node else "0/1 nodes are available: 1 Insufficient nvidia.com/gpu",
             deleting=pod.ticks_to_drain is not None,
         )

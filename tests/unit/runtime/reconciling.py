@@ -5,7 +5,7 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
-from specserve_operator.constants import LABEL_POOL, LABEL_REVISION, LABEL_TARGET_REVISION
+from specserve_operator.constants import LABEL_POOL, LABEL_REVISION, LABEL_SERVICE, LABEL_TARGET_REVISION
 from specserve_operator.core.config import OperatorConfig
 from specserve_operator.core.objects import Manifest, ServiceKey
 from specserve_operator.core.stats import PodStats, TransferTotals
@@ -71,9 +71,9 @@ class World:
         )
 
     def bring_up(self, key: ServiceKey) -> None:
-        """Makes the pods that the Deployments ask for, all ready."""
+        """Makes the pods that the service's Deployments ask for, all ready."""
         for ref, obj in list(self.cluster.objects.items()):
-            if ref.kind == "Deployment":
+            if ref.kind == "Deployment" and obj["metadata"]["labels"][LABEL_SERVICE] == key.name:
                 labels = obj["metadata"]["labels"]
                 names = (LABEL_POOL, LABEL_REVISION, LABEL_TARGET_REVISION)
                 for i in range(obj["spec"]["replicas"]):

@@ -1,6 +1,7 @@
 """Statistics of pods: who is asked, what is kept, who is woken, and what is pushed."""
 
 import asyncio
+from typing import Any
 from unittest.mock import AsyncMock
 
 import pytest
@@ -354,9 +355,14 @@ async def test_a_pod_of_a_workload_with_certificates_is_asked_for_its_own() -> N
     assert world.channels.certified == {"10.0.0.1": None, "10.0.0.2": "uid-certified"}
 
 
-async def test_many_pods_are_asked_one_service_after_the_other_over_the_whole_period() -> None:
+@pytest.mark.parametrize(
+    "limits", [{"max_calls_per_second": 1.0}, {"max_connections_per_second": 1.0, "kept_channels": 4}]
+)
+async def test_many_pods_are_asked_one_service_after_the_other_over_the_whole_period(
+    limits: dict[str, Any],
+) -> None:
     """Four pods at one call a second: the period is four seconds instead of two."""
-    world = World(max_calls_per_second=1.0)
+    world = World(**limits)
     other = world.cluster.put({"metadata": {"name": "other"}, "spec": {}})
     for i in range(1, 5):
         world.pod(f"d{i}", f"10.0.0.{i}")
@@ -379,6 +385,19 @@ async def test_many_pods_are_asked_one_service_after_the_other_over_the_whole_pe
     running.cancel()
     await settle()
     assert running.cancelled()
+
+
+async def test_others_get_their_turn_while_many_services_are_looked_at() -> None:
+    world, turns = World(), 0
+    for number in range(40):
+        world.cluster.put({"metadata": {"name": f"s{number}"}, "spec": {}})
+    polling = asyncio.ensure_future(world.collector.poll())
+
+    while not polling.done():
+        await asyncio.sleep(0)
+        turns += 1
+
+    assert turns >= 40
 
 
 async def test_a_pod_that_hangs_delays_no_other_service_and_makes_no_statistics_stale() -> None:

@@ -83,16 +83,23 @@ async def test_statistics_wake_a_service_when_its_turn_has_come() -> None:
         assert (world.cluster.status_writes, samples(world, key)) == (writes + 1, 4)
 
 
-async def test_with_many_services_each_waits_longer_for_newer_numbers() -> None:
-    world, key = await ready_world(measurement_seconds=10.0, measurements_per_second=0.1)
-    measured(world, key, requests=1)
-    await world.reconciler.reconcile(key)
+async def test_many_services_with_newer_numbers_wait_in_line() -> None:
+    world, first = await ready_world(measurement_seconds=10.0, measurements_per_second=0.1)
     others = [world.cluster.put(make_service(name=name)) for name in ("a", "b")]
     for other in others:
         await world.reconciler.reconcile(other)
+        world.bring_up(other)
+        await world.reconciler.reconcile(other)
+        await world.reconciler.reconcile(other)
+    world.clock.advance(10.0)
+    measured(world, first, requests=1)
+    keys = [first, *others]
 
-    measured(world, key, requests=2)
-    assert await world.reconciler.reconcile(key) == pytest.approx(30.0)
-    del world.cluster.services[others[0]]
-    await world.reconciler.reconcile(others[0])
-    assert await world.reconciler.reconcile(key) == pytest.approx(20.0)
+    waits = [await world.reconciler.reconcile(key) for key in keys]
+
+    assert waits == [None, pytest.approx(10.0), pytest.approx(20.0)]
+    world.clock.advance(20.0)
+    assert [await world.reconciler.reconcile(key) for key in keys[1:]] == [None, None]
+    # What is written by then has to wait anew, and one that is gone keeps nobody waiting.
+    measured(world, first, requests=2)
+    assert [await world.reconciler.reconcile(key) for key in keys] == [pytest.approx(10.0 * n) for n in (1, 2, 3)]

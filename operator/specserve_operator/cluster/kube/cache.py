@@ -3,10 +3,12 @@
 Three sources fill it: watches, the answers to our own writes, and from time to time a full list. An older state never
 replaces a newer one, so it does not matter in which order they arrive; and a reader sees what it has just written.
 
-Objects are kept as JSON text: as Python values they would take ten times the memory, and few are ever looked at.
+Objects are kept as compressed JSON: as Python values they would take thirty times the memory, and few are ever looked
+at.
 """
 
 import json
+import zlib
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -40,10 +42,10 @@ _Place = tuple[str, str, str]
 class _Entry:
     version: int
     service: ServiceKey | None
-    text: bytes
+    packed: bytes
 
     def load(self) -> Manifest:
-        obj: Manifest = json.loads(self.text)
+        obj: Manifest = json.loads(zlib.decompress(self.packed))
         return obj
 
 
@@ -76,7 +78,7 @@ class ObjectCache:
         if version and version <= max(known.version if known else 0, self._tombstones.get(ref, 0)):
             return set()
         text = json.dumps(kind.slim(obj), separators=(",", ":")).encode()
-        entry = _Entry(version, service_of(kind, obj), text)
+        entry = _Entry(version, service_of(kind, obj), zlib.compress(text, level=1))
         self._entries[ref] = entry
         self._places.setdefault(_place(ref), {})[ref] = None
         return self._note(ref, known, entry)

@@ -16,7 +16,8 @@ APPLY_PATCH = "application/apply-patch+yaml"
 MERGE_PATCH = "application/merge-patch+json"
 JSON_PATCH = "application/json-patch+json"
 
-_LIST_CHUNK = 500
+# As values, objects of a list take tens of times their room in memory.
+_LIST_CHUNK = 100
 _TIMEOUT_SECONDS = 30.0
 _CONNECTIONS = 32
 # A repetition of the request alone will hardly change the answer: it is the object that is wrong. Not so with 401 and
