@@ -37,6 +37,14 @@ def setup(
 
 
 @app.command()
+def check() -> None:
+    """Fail, with the reason, if this machine cannot run nodes."""
+    refusal = prerequisites.nodes_refusal()
+    if refusal:
+        raise KubeError(f"this machine cannot run nodes, only a control plane: {refusal}")
+
+
+@app.command()
 def control_plane(
     folder: Annotated[Path, typer.Argument(help="For its files and data.", show_default=False)],
     controllers: Annotated[bool, typer.Option(help="Run kube-controller-manager too.")] = True,

@@ -23,6 +23,20 @@ def kubelet_root(node: str) -> str:
     return f"/{NAME}/{node}"
 
 
+def refusal() -> str:
+    """Why no groups can be made here; empty if they can."""
+    if not _hierarchies():
+        return "no control groups are mounted"
+    for root in _hierarchies():
+        probe = root / f"{NAME}-probe-{os.getpid()}"
+        try:
+            probe.mkdir()
+            probe.rmdir()
+        except OSError as error:
+            return f"control groups cannot be made below {root}: {error.strerror}"
+    return ""
+
+
 def remove(node: str = "") -> bool:
     """Removes a node's groups, or those of all nodes; false if one has processes still."""
     return all([_remove_tree(root / NAME / node) for root in _hierarchies()])

@@ -3,7 +3,8 @@
 import os
 import subprocess
 
-from hack.kube.commands import TOOLS, built_folder, environment, installed
+from hack.kube import cgroups
+from hack.kube.commands import TOOLS, built_folder, environment, installed, run
 from hack.kube.errors import KubeError, MissingCommandError
 
 # Each package with a command that shows that it is there.
@@ -47,6 +48,17 @@ def setup(*, with_nodes: bool) -> None:
             raise MissingPackagesError(missing)
         _install(missing)
     _require_success([str(TOOLS / "build.sh")], {**os.environ, "SPECSERVE_KUBE_BIN": str(built_folder())})
+
+
+def nodes_refusal() -> str:
+    """Why this machine cannot run nodes, whatever is installed; empty if it can."""
+    if os.geteuid() != 0:
+        return "nodes need root"
+    try:
+        run("unshare", "--net", "--mount", "--pid", "--fork", "true")
+    except KubeError as error:
+        return f"namespaces cannot be made: {error}"
+    return cgroups.refusal()
 
 
 def _install(packages: list[str]) -> None:

@@ -5,7 +5,7 @@ handler can fail, none keeps anything in the objects, and none adds a finalizer:
 deleting a service.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -85,13 +85,12 @@ class _Session(kopf.AiohttpSession):
     aiohttp_session: aiohttp.ClientSession = field(compare=False)
 
 
-def open_session(info: kopf.ConnectionInfo, kinds: Iterable[Kind], on_watch: OnWatch) -> kopf.AiohttpSession:
+def open_session(info: kopf.ConnectionInfo, kinds: Collection[Kind], on_watch: OnWatch) -> kopf.AiohttpSession:
     """kopf's connections, which it closes. It lists nothing, and watches from the version on that a list would have.
 
     What there is, our own lists find out: page by page, and remembered as text. kopf would hold all objects at once,
     each with a task of its own, whenever a watch begins.
     """
-    kinds = tuple(kinds)
 
     class _Answer(aiohttp.ClientResponse):
         async def json(self, **more: Any) -> Any:

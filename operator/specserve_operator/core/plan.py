@@ -275,8 +275,6 @@ def plan_deletions(
         match child["kind"]:
             case "Service":  # headless ones; the gateway's has no target revision
                 is_unused = LABEL_TARGET_REVISION in labels and not _has_peers(snapshot, pools, labels)
-            case "PodMonitor":
-                is_unused = not snapshot.config.pod_monitors
             case kind:
                 is_unused = kind in needed and labels.get(LABEL_POOL) not in needed[kind]
         if is_unused:

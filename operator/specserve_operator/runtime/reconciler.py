@@ -152,10 +152,8 @@ class Reconciler:
         wait_seconds = self._held_back_seconds(key, previous, status)
         if not wait_seconds:
             await self._write_status(key, previous, status)
-            for event in transition_events(previous, status, snapshot, plan_):
-                await self._cluster.emit(key, event)
-        for failure in failures:
-            await self._cluster.emit(key, Event(EventType.WARNING, EventReason.APPLY_FAILED, str(failure)))
+            await self._emit(key, transition_events(previous, status, snapshot, plan_))
+        await self._emit(key, (Event(EventType.WARNING, EventReason.APPLY_FAILED, str(f)) for f in failures))
         _raise_first(failures)
         waits = [seconds for seconds in (wait_seconds, plan_.requeue_after_seconds) if seconds]
         return min(waits, default=None)
@@ -229,20 +227,30 @@ class Reconciler:
                 failures.append(error)
         return failures
 
-    async def _write_status(self, key: ServiceKey, previous: Mapping[str, Any], status: Mapping[str, Any]) -> None:
-        if status != previous:
-            await self._cluster.patch_status(key, status)
-            self._written_at[key] = self._clock.time()
-            self._turns.pop(key, None)
+    async def _write_status(self, key: ServiceKey, previous: Mapping[str, Any], status: Mapping[str, Any]) -> bool:
+        """Returns whether there was anything to write."""
+        if status == previous:
+            return False
+        await self._cluster.patch_status(key, status)
+        self._written_at[key] = self._clock.time()
+        self._turns.pop(key, None)
+        return True
+
+    async def _emit(self, key: ServiceKey, events: Iterable[Event]) -> None:
+        """Records events. They are news, not state: one that is refused is no reason to do a step again."""
+        for event in events:
+            try:
+                await self._cluster.emit(key, event)
+            except ClusterError as error:
+                _LOG.warning("%s: the event %s was not recorded: %s", key, event.reason, error)
 
     async def _report_invalid(self, key: ServiceKey, manifest: Manifest, message: str) -> None:
         """A spec that cannot even be read. What runs keeps running; only a new generation can help."""
         previous = manifest.get("status") or {}
         generation = int(manifest["metadata"].get("generation", 0))
         status = invalid_status(previous, message, generation=generation, now=self._clock.utc_now())
-        if status != previous:
-            await self._cluster.patch_status(key, status)
-            await self._cluster.emit(key, invalid_event(message))
+        if await self._write_status(key, previous, status):
+            await self._emit(key, [invalid_event(message)])
 
     async def run(self, stop: asyncio.Event) -> None:
         """Works until `stop` is set; then workers finish the step they are in. An unforeseen error ends it all."""

@@ -84,6 +84,32 @@ async def test_what_has_not_changed_since_is_not_even_read(world: World) -> None
     assert len(world.server.requests) == requests
 
 
+async def test_what_is_made_anew_after_each_deletion_is_deleted_slowly_in_the_end(world: World) -> None:
+    ref = ObjectRef("v1", "ConfigMap", "llm", "coder-runtime")
+    world.server.answer = lambda method, path, body: (200, {"status": "Success"})
+    for _ in range(BURST):
+        world.changed_by_another({"a": "1"})
+        await world.cluster.delete(ref)
+
+    world.changed_by_another({"a": "1"})
+    with pytest.raises(ClusterError, match="ConfigMap llm/coder-runtime is made anew again and again"):
+        await world.cluster.delete(ref)
+    assert len(world.server.requests) == BURST
+
+    world.clock.advance(SECONDS_EACH)
+    await world.cluster.delete(ref)
+    assert len(world.server.requests) == BURST + 1
+
+
+async def test_what_is_on_its_way_out_is_not_deleted_again(world: World) -> None:
+    going = config_map({}, version="11")
+    going["metadata"] |= {"deletionTimestamp": "2026-01-01T00:00:00Z"}
+    world.cluster.observe(CONFIG_MAP, going)
+    for _ in range(2 * BURST):
+        await world.cluster.delete(ObjectRef.of(going))
+    assert world.server.requests == []
+
+
 def service(version: int, *, generation: int = 1, **more: object) -> Manifest:
     meta = {"name": "coder", "namespace": "llm", "uid": "u1", "resourceVersion": str(version), "generation": generation}
     return SERVICE.whole({"metadata": meta, "spec": {"decode": {"replicas": generation}}}) | more

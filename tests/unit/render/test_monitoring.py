@@ -66,9 +66,9 @@ def test_a_service_has_one_monitor_that_is_its_own() -> None:
     assert monitor()["metadata"]["ownerReferences"][0]["name"] == "coder"
 
 
-def test_without_the_prometheus_operator_there_is_no_monitor_and_an_old_one_goes() -> None:
-    snapshot = make_snapshot(disaggregated(), [monitor()])
-    result = plan(snapshot)
-    assert not any(obj["kind"] == "PodMonitor" for obj in render(result))
-    assert [ref.kind for ref in result.deletions] == ["PodMonitor"]
+def test_without_the_prometheus_operator_there_is_no_monitor() -> None:
+    assert not any(obj["kind"] == "PodMonitor" for obj in render(plan(make_snapshot(disaggregated()))))
+
+
+def test_a_monitor_that_is_there_is_kept() -> None:
     assert plan(make_snapshot(disaggregated(), [monitor()], config=MONITORED)).deletions == ()

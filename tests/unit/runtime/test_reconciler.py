@@ -102,6 +102,18 @@ async def test_a_service_gets_ready_when_its_pods_are_and_an_event_says_so_once(
     assert [e.reason for _, e in world.cluster.events].count("ServiceReady") == 1
 
 
+async def test_an_event_that_is_refused_holds_nothing_up(caplog: pytest.LogCaptureFixture) -> None:
+    world = World()
+    key = world.cluster.put(make_service())
+    world.cluster.fail_next("emit", ClusterError("the namespace has no room for more events"))
+
+    await world.reconciler.reconcile(key)
+
+    assert condition(world.cluster.services[key], "Progressing")["reason"] == "RolloutInProgress"
+    assert "RolloutStarted was not recorded: the namespace has no room for more events" in caplog.text
+    assert world.cluster.events == []
+
+
 async def test_an_unreadable_spec_becomes_a_condition_and_is_not_tried_again() -> None:
     world = World()
     key = world.cluster.put(make_service(decode={"replicas": 2, "scaling": {"maxReplicas": 3}}))

@@ -204,9 +204,19 @@ class KubeCluster:
         return _outcome(before, resource_version(answer))
 
     async def delete(self, ref: ObjectRef) -> None:
-        """Deletes in the background the very object that was seen; one made anew under its name is left alone."""
+        """Deletes in the background the very object that was seen; one made anew under its name is left alone.
+
+        No request is sent for what is being deleted already. Raises `ClusterError`.
+        """
         live = self.cache.get(ref)
         self._applied.pop(ref, None)
+        if live is not None and live["metadata"].get("deletionTimestamp"):
+            return
+        if not self._repairs.take(ref):
+            raise ClusterError(
+                f"{ref.kind} {ref.namespace}/{ref.name} is made anew again and again, though nothing needs it any "
+                "more: does another tool bring it back?"
+            )
         try:
             await self._client.delete(
                 kind_of(ref), ref.namespace, ref.name, uid=live["metadata"].get("uid") if live else None
