@@ -267,9 +267,9 @@ def measure(folder: Path, *, count: int, changes: int, idle_seconds: float) -> d
             }
             for name, by_kind in latencies.items()
         }
+        data["peak_mib"] = {c.name: round(usage(c.pid).peak_mib, 1) for c in bench.contestants}
         data["restart"] = bench.restart(ours)
         say(f"restart: {data['restart']}")
-        data["peak_mib"] = {c.name: round(usage(c.pid).peak_mib, 1) for c in bench.contestants}
         return data
 
 

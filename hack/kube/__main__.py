@@ -25,6 +25,7 @@ app = typer.Typer(
 )
 
 ANY_ARGUMENTS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+CANNOT_RUN_NODES = 3
 NodeName = Annotated[str, typer.Argument(metavar="NODE", show_default=False)]
 
 
@@ -38,10 +39,11 @@ def setup(
 
 @app.command()
 def check() -> None:
-    """Fail, with the reason, if this machine cannot run nodes."""
+    """Say why this machine cannot run nodes, and end with exit code 3, if that is so."""
     refusal = prerequisites.nodes_refusal()
     if refusal:
-        raise KubeError(f"this machine cannot run nodes, only a control plane: {refusal}")
+        print(f"this machine cannot run nodes, only a control plane: {refusal}", file=sys.stderr)
+        raise typer.Exit(CANNOT_RUN_NODES)
 
 
 @app.command()

@@ -1,6 +1,7 @@
 """The operator process: everything wired together, started and ended in order."""
 
 import asyncio
+import gc
 import logging
 import platform
 import signal
@@ -21,7 +22,7 @@ from specserve_operator.cluster.kube.login import load_configuration
 from specserve_operator.cluster.protocol import ClusterError
 from specserve_operator.core.config import OperatorConfig
 from specserve_operator.core.objects import Manifest
-from specserve_operator.handlers import build_registry, kopf_settings
+from specserve_operator.handlers import NoMemories, build_registry, kopf_settings
 from specserve_operator.issuing import Issuing, IssuingOptions
 from specserve_operator.metrics import OperatorMetrics
 from specserve_operator.probes import metrics_app, probes_app, serving
@@ -38,6 +39,9 @@ _MAX_WATCH_LAG_SECONDS = 300.0
 _RETRY_SECONDS = 2.0
 # How often to look for CRDs that were installed, upgraded or removed, and how long to let them settle.
 _OFFER_SECONDS, _OFFER_SETTLE_SECONDS = 10.0, 1.0
+# With 20,000 objects, each look through all of them stops everything else for a quarter of a second. Python's own
+# thresholds cause one every minute.
+_GC_THRESHOLDS = (20_000, 20, 50)
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -47,6 +51,7 @@ class Options:
 
     `host`: the address that probes and metrics listen on; None for all of them.
     `sweep_seconds`: how often everything is listed though no watch was interrupted: nothing should come of it.
+    `unwatched_sweep_seconds`: how often the kinds are that have no watch.
     """
 
     config: OperatorConfig
@@ -59,6 +64,7 @@ class Options:
     leader_election_lease: str | None = None
     issuing: IssuingOptions | None = None
     sweep_seconds: float = 1800.0
+    unwatched_sweep_seconds: float = 300.0
 
 
 class Operator:
@@ -221,6 +227,7 @@ async def run(options: Options) -> None:
 
 
 async def _run(options: Options) -> None:
+    gc.set_threshold(*_GC_THRESHOLDS)
     configuration = await load_configuration()
     async with KubeClient(configuration) as client:
         await find_kinds(client, WATCHED)
@@ -238,6 +245,9 @@ async def _operate(client: KubeClient, operator: Operator, options: Options) -> 
     """Watches and reconciles until kopf ends, which it does on a signal; then the workers finish their step."""
     stop = asyncio.Event()
     await _list_everything(operator)
+    # What is there by now stays, mostly: it need not be looked through again and again.
+    gc.collect()
+    gc.freeze()
     _LOG.info("%d services, %d objects in all", len(operator.cluster.cache.services()), len(operator.cluster.cache))
     async with AsyncExitStack() as stack:
         if operator.issuing is not None:
@@ -290,9 +300,14 @@ async def _list_everything(operator: Operator) -> None:
 async def _run_parts(client: KubeClient, operator: Operator, options: Options, *, stop: asyncio.Event) -> None:
     """All of them at once. One that waits for the Lease watches and gives certificates, so that it can take over."""
     async with asyncio.TaskGroup() as group:
+        cluster, never = operator.cluster, asyncio.Event()
         endless = [
             group.create_task(
-                keep_in_step(operator.cluster, operator.relisted, period_seconds=options.sweep_seconds), name="sweep"
+                keep_in_step(cluster.sweep, operator.relisted, period_seconds=options.sweep_seconds), name="sweep"
+            ),
+            group.create_task(
+                keep_in_step(cluster.sweep_unwatched, never, period_seconds=options.unwatched_sweep_seconds),
+                name="sweep-unwatched",
             ),
             group.create_task(operator.follow_offer(client), name="offer"),
         ]
@@ -305,6 +320,7 @@ async def _run_parts(client: KubeClient, operator: Operator, options: Options, *
         await kopf.operator(
             registry=build_registry(watched, operator.on_event, on_watch=operator.on_watch),
             settings=kopf_settings(watched, pod_name=options.pod_name),
+            memories=NoMemories(),
             # Left to find one by itself, kopf asks for the user's name, which a pod's user has not.
             identity=options.pod_name,  # type: ignore[arg-type]  # a str, by a name that kopf keeps to itself
             standalone=True,

@@ -11,6 +11,7 @@ from typing import Any
 
 import aiohttp
 import kopf
+from kopf._core.reactor import inventory
 
 from specserve_operator.cluster.kube.kinds import Kind
 from specserve_operator.cluster.kube.login import is_in_cluster
@@ -25,6 +26,8 @@ OnWatch = Callable[[Kind, str | None, int], None]
 # Watches end on both sides after a while even if all is well, so that one that hangs is never the last.
 WATCH_SECONDS = 600
 _WATCH_MARGIN_SECONDS = 60
+# An API server sends a bookmark every minute, if nothing else: a watch that is silent for longer is not one any more.
+_SILENCE_SECONDS = 70
 _CONNECT_SECONDS = 10
 _REQUEST_SECONDS = 30
 _EXIT_SECONDS = 25
@@ -53,6 +56,16 @@ class _NoDiffBase(kopf.DiffBaseStorage):
 
     def store(self, *, body: Any, patch: Any, essence: Any) -> None:
         pass
+
+
+class NoMemories(inventory.ResourceMemories):
+    """Keeps nothing of any object. kopf's own keeps two kilobytes of every one seen, for handlers that remember.
+
+    kopf takes it as a parameter, and does not export it.
+    """
+
+    async def recall(self, raw_body: Any, **more: Any) -> inventory.ResourceMemory:
+        return await super().recall(raw_body, **(more | {"ephemeral": True}))
 
 
 def build_registry(kinds: Iterable[Kind], on_event: OnEvent, *, on_watch: OnWatch) -> kopf.OperatorRegistry:
@@ -88,7 +101,7 @@ class _Session(kopf.AiohttpSession):
 def open_session(info: kopf.ConnectionInfo, kinds: Collection[Kind], on_watch: OnWatch) -> kopf.AiohttpSession:
     """kopf's connections, which it closes. It lists nothing, and watches from the version on that a list would have.
 
-    What there is, our own lists find out: page by page, and remembered as text. kopf would hold all objects at once,
+    What there is, our own lists find out: page by page. kopf would hold all objects at once,
     each with a task of its own, whenever a watch begins.
     """
 
@@ -132,6 +145,7 @@ def kopf_settings(kinds: Iterable[Kind], *, pod_name: str) -> kopf.OperatorSetti
     settings.scanning.disabled = True  # it would need to list CRDs and namespaces
     settings.watching.server_timeout = WATCH_SECONDS
     settings.watching.client_timeout = WATCH_SECONDS + _WATCH_MARGIN_SECONDS
+    settings.watching.inactivity_timeout = _SILENCE_SECONDS
     settings.watching.connect_timeout = _CONNECT_SECONDS
     settings.watching.reconnect_backoff = 1.0
     settings.watching.chunk_size = 1  # of a list, only the version is looked at

@@ -131,7 +131,7 @@ def _why_not_listening(objects: Sequence[Manifest], service_name: str) -> str | 
 def judge_progress(snapshot: Snapshot, pools: Sequence[PoolState], previous: PreviousCondition | None) -> Judgement:
     """A rollout ends when every pool is as wanted; after that, pods that fail or are scaled are no rollout."""
     complete = Judgement(FALSE, Reason.ROLLOUT_COMPLETE, "every pool runs its wanted revision")
-    if all(p.is_complete for p in pools):
+    if all(p.is_complete and not p.updated_young for p in pools):
         return complete
     known = {p.get("name"): p.get("revision") for p in snapshot.service.status.get("pools") or ()}
     same_revisions = known == {str(p.pool): p.revision for p in pools}
@@ -140,14 +140,19 @@ def judge_progress(snapshot: Snapshot, pools: Sequence[PoolState], previous: Pre
     since = previous.transition if previous is not None and previous.status == TRUE else None
     if not same_revisions:
         since = snapshot.now  # it begins with this pass, however old the children are
-    unfinished = [p for p in pools if not p.is_complete]
+    unfinished = [p for p in pools if not p.is_complete or p.updated_young]
     for pool in unfinished:
         if not pool.is_pending and deadline_seconds(snapshot, pool.pool, since=since) <= 0:
             limit = snapshot.service.spec.rollout.progress_deadline_seconds
             text = f"{pool.pool}: no progress for {limit} s; {pool.message}"
             return Judgement(FALSE, Reason.ROLLOUT_STALLED, text)
-    text = "; ".join(f"{p.pool}: {p.updated_ready} of {p.desired} pods updated and ready" for p in unfinished)
-    return Judgement(TRUE, Reason.ROLLOUT_IN_PROGRESS, text)
+    least_seconds = snapshot.service.spec.rollout.min_ready_seconds
+    return Judgement(TRUE, Reason.ROLLOUT_IN_PROGRESS, "; ".join(_count(p, least_seconds) for p in unfinished))
+
+
+def _count(pool: PoolState, least_seconds: int) -> str:
+    young = f", {pool.updated_young} for less than {least_seconds} s" if pool.updated_young else ""
+    return f"{pool.pool}: {pool.updated_ready} of {pool.desired} pods updated and ready{young}"
 
 
 def judge_kv_transfer(

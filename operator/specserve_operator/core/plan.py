@@ -218,7 +218,7 @@ def _observed(snapshot: Snapshot, pool: Pool, workloads: list[WorkloadView]) -> 
     """The pods of one revision, which has one workload or none yet."""
     wanted = sum(w.replicas for w in workloads)
     pods = [p for w in workloads for p in snapshot.pool_pods(pool, revision=w.revision) if p.is_active]
-    ready = sum(p.ready and not snapshot.seconds_to_available(p) for p in pods)
+    ready = sum(snapshot.is_available(p) for p in pods)
     return Replicas(
         wanted=wanted,
         ready=ready,
@@ -317,7 +317,7 @@ def _seconds_to_next_look(snapshot: Snapshot, pools: tuple[PoolPlan, ...]) -> fl
         for p in pools
         if p.old or p.current.replicas < p.desired or _observed_ready(snapshot, p) < p.desired
     ]
-    waits += [snapshot.seconds_to_available(p) for pool in pools if pool.old for p in snapshot.pool_pods(pool.pool)]
+    waits += [snapshot.seconds_to_available(p) for p in snapshot.pods]
     # A second later than that, so that it has passed for certain; never in a busy loop once it has.
     return min((wait + 1 for wait in waits if wait > 0), default=None)
 

@@ -15,7 +15,10 @@ _TRANSIENT = {Reason.MODEL_LOADING, Reason.PODS_NOT_READY}
 
 @dataclass(frozen=True, slots=True)
 class PoolState:
-    """Pods of a pool that are not on their way out. `updated_ready`: of the wanted revision and serving."""
+    """Pods of a pool that are not on their way out. `updated_ready`: of the wanted revision and serving.
+
+    `updated_young`: those of them that have not been ready for long enough yet.
+    """
 
     pool: Pool
     desired: int
@@ -23,6 +26,7 @@ class PoolState:
     ready: int
     updated: int
     updated_ready: int
+    updated_young: int
     revision: str
     is_pending: bool
     finding: Finding | None
@@ -85,6 +89,7 @@ def compute_pool_state(snapshot: Snapshot, plan: PoolPlan) -> PoolState:
         ready=sum(p.ready for p in pods),
         updated=len(updated),
         updated_ready=sum(p.ready for p in updated),
+        updated_young=sum(snapshot.seconds_to_available(p) > 0 for p in updated),
         revision=revision,
         is_pending=plan.desired > 0 and not workloads,
         finding=diagnose_pool([w for w in workloads if w.revision == revision], updated),

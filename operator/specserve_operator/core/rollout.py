@@ -7,7 +7,7 @@ special. With `desired` = N:
     floor    ready old pods are given up only while more than N - maxUnavailable are ready
     failed   old pods that are down go first, and do not count against the floor: they serve nobody and may hold the
              room that new pods wait for. Pods that only pause (started, not ready for a moment) go after them, and
-             only while enough others serve.
+             only while enough others serve; with fewer, no more than new ones serve.
     caution  while old pods serve, only maxSurge + maxUnavailable new ones may be unready, and as many failed old pods
              are kept. So a new revision that never gets ready takes no more than that from the old one.
 
@@ -98,11 +98,12 @@ def next_step(
     serving = min(current.serving, grown) + old_serving
     spare = total - floor - (current.doubtful if old_serving else 0)
     failed = _take([o.failed for o in old], at_most=spare)
-    paused = _take([o.pausing for o in old], at_most=spare - sum(failed) if serving >= floor else 0)
+    left = spare - sum(failed)
+    paused = _take([o.pausing for o in old], at_most=left if serving >= floor else min(left, current.serving))
     excess = grown + sum(o.wanted for o in old) - desired - bounds.max_surge
     ready = _take([o.serving for o in old], at_most=min(serving - floor, max(old_serving - hold, excess)))
-    left = (o.wanted - f - p - r for o, f, p, r in zip(old, failed, paused, ready, strict=True))
-    return Step(current=grown, old=tuple(left))
+    kept = (o.wanted - f - p - r for o, f, p, r in zip(old, failed, paused, ready, strict=True))
+    return Step(current=grown, old=tuple(kept))
 
 
 def _grow(

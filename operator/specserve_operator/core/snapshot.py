@@ -171,8 +171,12 @@ class Snapshot:
         """Pods of a pool, those that are being deleted included."""
         return tuple(p for p in self.pods if p.pool == pool and revision in (None, p.revision))
 
+    def is_available(self, pod: PodView) -> bool:
+        """Ready for long enough to give up another one for it."""
+        return pod.ready and not self.seconds_to_available(pod)
+
     def seconds_to_available(self, pod: PodView) -> float:
-        """For how much longer a pod has to stay ready before others are given up for it; 0 for one that is not."""
+        """For how much longer a ready pod has to stay so until it is available; 0 for one that is not ready."""
         if not pod.ready or pod.ready_changed is None:
             return 0.0
         least = self.service.spec.rollout.min_ready_seconds

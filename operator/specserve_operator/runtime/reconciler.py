@@ -167,14 +167,15 @@ class Reconciler:
     def _measurement_due(self, key: ServiceKey) -> float:
         """In how many seconds the service's turn for newer numbers comes; 0 if it has come.
 
-        Turns are given out one after the other, so that many that become due at once cause no burst of writes.
+        Turns are given out one after the other, so that many that become due at once cause no burst of writes. A turn
+        that is to come is kept over writes for other reasons: so no service ever holds more than one.
         """
         now = self._clock.time()
         if key not in self._turns:
             self._last_turn = max(self._last_turn + 1 / self._options.measurements_per_second, now)
-            earliest = self._written_at.get(key, float("-inf")) + self._options.measurement_seconds
-            self._turns[key] = max(self._last_turn, earliest)
-        return max(self._turns[key] - now, 0.0)
+            self._turns[key] = self._last_turn
+        earliest = self._written_at.get(key, float("-inf")) + self._options.measurement_seconds
+        return max(self._turns[key] - now, earliest - now, 0.0)
 
     def _on_statistics(self, key: ServiceKey) -> None:
         """The statistics of a service have changed: it gets a look when its turn has come."""
@@ -229,11 +230,12 @@ class Reconciler:
 
     async def _write_status(self, key: ServiceKey, previous: Mapping[str, Any], status: Mapping[str, Any]) -> bool:
         """Returns whether there was anything to write."""
+        if self._turns.get(key, float("inf")) <= self._clock.time():
+            del self._turns[key]
         if status == previous:
             return False
         await self._cluster.patch_status(key, status)
         self._written_at[key] = self._clock.time()
-        self._turns.pop(key, None)
         return True
 
     async def _emit(self, key: ServiceKey, events: Iterable[Event]) -> None:

@@ -101,6 +101,15 @@ async def test_what_is_made_anew_after_each_deletion_is_deleted_slowly_in_the_en
     assert len(world.server.requests) == BURST + 1
 
 
+async def test_what_was_gone_before_it_was_deleted_is_forgotten_and_no_fight(world: World) -> None:
+    ref = ObjectRef("v1", "ConfigMap", "llm", "coder-runtime")
+    world.server.answer = lambda method, path, body: (404, {"message": "not found"})
+    for _ in range(2 * BURST):
+        world.changed_by_another({"a": "1"})
+        await world.cluster.delete(ref)
+    assert await world.cluster.list_owned(KEY) == []
+
+
 async def test_what_is_on_its_way_out_is_not_deleted_again(world: World) -> None:
     going = config_map({}, version="11")
     going["metadata"] |= {"deletionTimestamp": "2026-01-01T00:00:00Z"}

@@ -339,7 +339,7 @@ def test_a_copy_of_a_workload_is_left_alone_and_counts_for_nothing(replicas: int
     assert plan(make_snapshot(disaggregated(), [*children, copied])) == plan(make_snapshot(disaggregated(), children))
 
 
-@pytest.mark.parametrize("kind", ["NetworkPolicy", "PodDisruptionBudget", "Service", "PodMonitor", "PoolScaler"])
+@pytest.mark.parametrize("kind", ["NetworkPolicy", "PodDisruptionBudget", "Service", "PoolScaler"])
 def test_a_copy_of_another_object_is_left_alone(kind: str) -> None:
     labels = {
         "app.kubernetes.io/managed-by": "specserve",

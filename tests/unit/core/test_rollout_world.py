@@ -15,7 +15,8 @@ from tests.unit.core.world import TICK_SECONDS, World
 
 POOLS = ("prefill", "decode")
 SURGE, NO_SURGE = {"maxSurge": 1, "maxUnavailable": 0}, {"maxSurge": 0, "maxUnavailable": 1}
-BOUNDS = [SURGE, NO_SURGE, {"maxSurge": 2, "maxUnavailable": 1}]
+PATIENT = {"minReadySeconds": 2 * TICK_SECONDS}
+BOUNDS = [SURGE, NO_SURGE, {"maxSurge": 2, "maxUnavailable": 1}, SURGE | PATIENT, NO_SURGE | PATIENT]
 
 
 def service(target: str, *, prefill: int = 1, decode: int = 2, **rollout: int) -> SpeculativeService:
@@ -51,7 +52,7 @@ def verdict(status: dict[str, Any], type_: str) -> tuple[str, str]:
     return found["status"], found["reason"]
 
 
-@pytest.mark.parametrize("bounds", [SURGE, NO_SURGE])
+@pytest.mark.parametrize("bounds", [SURGE, NO_SURGE, SURGE | PATIENT, NO_SURGE | PATIENT])
 @pytest.mark.parametrize("ticks", range(0, 12, 2))
 @pytest.mark.parametrize("last", ["a", "c"])
 def test_a_to_b_to_another_or_back_at_any_time_ends_with_the_last_and_serves_all_the_time(
@@ -131,17 +132,60 @@ def test_a_broken_revision_costs_no_ready_pod_and_the_next_one_takes_over() -> N
 
 
 def test_a_revision_whose_pods_fail_soon_after_they_are_ready_costs_no_pod_that_stays() -> None:
-    bounds = {**SURGE, "minReadySeconds": 3 * TICK_SECONDS}
+    bounds = {**SURGE, "minReadySeconds": 3 * TICK_SECONDS, "progressDeadlineSeconds": 300}
     world = running(service("a", prefill=2, decode=4, **bounds))
     brittle = service("b", prefill=2, decode=4, **bounds)
     world.brittle |= wanted_names(brittle)["prefill"] | wanted_names(brittle)["decode"]
+    status: dict[str, Any] = {}
     for _ in range(60):
-        world.reconcile(brittle)
+        seen = brittle.model_copy(update={"status": status})
+        plan_ = world.reconcile(seen)
+        status = compute_status(make_snapshot(seen, world.children(), now=world.now), plan_)
         world.tick()
         assert world.ready("prefill", without=world.brittle) == 2
         assert world.ready("decode", without=world.brittle) == 4
+    assert verdict(status, "Progressing") == ("False", "RolloutStalled")
     world.settle(service("c", prefill=2, decode=4, **bounds))
     assert_at_rest(world, service("c", prefill=2, decode=4, **bounds))
+
+
+@pytest.mark.parametrize("bounds", [SURGE, NO_SURGE])
+def test_old_pods_that_are_ready_only_now_and_then_do_not_hold_up_what_replaces_them(bounds: dict[str, int]) -> None:
+    bounds = {**bounds, "minReadySeconds": 3 * TICK_SECONDS}
+    world = running(service("a", decode=4, **bounds))
+    world.flapping |= world.names("decode")
+    for _ in range(80):
+        world.reconcile(service("b", decode=4, **bounds))
+        world.tick()
+    assert_at_rest(world, service("b", decode=4, **bounds))
+
+
+def test_a_pool_that_waits_for_young_pods_of_another_is_looked_at_when_they_are_old_enough() -> None:
+    bounds = {**SURGE, "minReadySeconds": 2 * TICK_SECONDS}
+    aggregated = disaggregated(prefill=None, decode={"replicas": 1}, rollout=bounds)
+    world = running(aggregated)
+    disaggregated_ = service("b", decode=1, **bounds)
+    while not world.ready("prefill"):
+        world.reconcile(disaggregated_)
+        world.tick()
+    seconds = world.reconcile(disaggregated_).requeue_after_seconds
+    assert seconds is not None
+    assert seconds <= 2 * TICK_SECONDS + 1
+
+
+def test_a_rollout_is_over_when_the_last_pod_has_been_ready_for_long_enough() -> None:
+    bounds = {**NO_SURGE, "minReadySeconds": 30}
+    world = running(service("a", decode=1, **bounds))
+    wanted, status, seen = service("b", decode=1, **bounds), dict[str, Any](), []
+    for _ in range(20):
+        now = wanted.model_copy(update={"status": status})
+        status = compute_status(make_snapshot(now, world.children(), now=world.now), world.reconcile(now))
+        progress = next(c for c in status["conditions"] if c["type"] == "Progressing")
+        seen.append((progress["reason"], progress["message"]))
+        world.tick()
+    young = "decode: 1 of 1 pods updated and ready, 1 for less than 30 s"
+    assert [young in message for _, message in seen].count(True) == 3
+    assert seen[-1][0] == "RolloutComplete"
 
 
 def test_an_old_pod_is_given_up_when_a_new_one_has_been_ready_for_long_enough() -> None:

@@ -24,6 +24,7 @@ class Pod:
     has_node: bool = False
     ticks_to_drain: int | None = None
     ready_since: datetime | None = None
+    pauses: bool = False
 
     @property
     def name(self) -> str:
@@ -31,13 +32,14 @@ class Pod:
 
     @property
     def is_ready(self) -> bool:
-        return self.has_node and self.ticks_to_start == 0 and self.ticks_to_drain is None
+        return self.has_node and self.ticks_to_start == 0 and self.ticks_to_drain is None and not self.pauses
 
 
 class World(FakeCluster):
     """`capacity`: how many pods have room, those that drain included; None: any number.
 
-    Pods whose Deployment is in `broken` never get ready; of those in `brittle`, they are down a tick later.
+    Pods whose Deployment is in `broken` never get ready; of those in `brittle`, they are down a tick later. Of those in
+    `flapping`, the two oldest are ready every other time for two ticks.
     """
 
     def __init__(self, *, capacity: int | None = None, start_ticks: int = 1, drain_ticks: int = 1) -> None:
@@ -45,6 +47,8 @@ class World(FakeCluster):
         self.capacity, self.start_ticks, self.drain_ticks = capacity, start_ticks, drain_ticks
         self.broken: set[str] = set()
         self.brittle: set[str] = set()
+        self.flapping: set[str] = set()
+        self._ticks = 0
         self._made = 0
         self._living: list[Pod] = []
 
@@ -77,6 +81,16 @@ class World(FakeCluster):
                     pod.ready_since = self.now
             elif self.capacity is None or sum(p.has_node for p in self._living) < self.capacity:
                 pod.has_node = True
+
+        self._ticks += 1
+        self._flap()
+
+    def _flap(self) -> None:
+        for name in self.flapping:
+            for pod in sorted((p for p in self._living if p.name == name), key=lambda p: p.number)[:2]:
+                if self._ticks % 4 == 0:
+                    pod.ready_since = self.now
+                pod.pauses = self._ticks % 4 >= 2
 
     def fail_pod(self, pool: str, index: int) -> None:
         """A ready pod stops serving, for good."""
@@ -144,6 +158,7 @@ class World(FakeCluster):
             ready=pod.is_ready,
             created=pod.created,
             ready_since=pod.ready_since,
+            container={"started": True} if pod.pauses else None,
             unschedulable="" if pod.has_node else "0/1 nodes are available: 1 Insufficient nvidia.com/gpu",
             deleting=pod.ticks_to_drain is not None,
         )

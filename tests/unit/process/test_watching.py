@@ -7,7 +7,7 @@ import pytest
 from aiohttp import web
 
 from specserve_operator.cluster.kube.kinds import POD, SERVICE, Kind
-from specserve_operator.handlers import kopf_settings, open_session
+from specserve_operator.handlers import NoMemories, kopf_settings, open_session
 from specserve_operator.probes import serving
 
 SERVER = "http://127.0.0.1:1"
@@ -48,6 +48,13 @@ async def test_of_a_list_kopf_sees_the_version_alone(
         assert await answer.json() == {"items": [], "metadata": {"resourceVersion": "17"}}
         assert answer.request_info.headers["Authorization"] == "Bearer t"
     assert begun == told
+
+
+async def test_kopf_keeps_nothing_of_the_objects_that_it_shows() -> None:
+    memories = NoMemories()
+    for uid in ("u-1", "u-2"):
+        await memories.recall({"metadata": {"uid": uid}}, noticed_by_listing=False)
+    assert list(memories.iter_all_memories()) == []
 
 
 @pytest.mark.parametrize("path", ["/api/v1", "/api/v1/secrets"])

@@ -100,6 +100,37 @@ async def test_many_services_with_newer_numbers_wait_in_line() -> None:
     assert waits == [None, pytest.approx(10.0), pytest.approx(20.0)]
     world.clock.advance(20.0)
     assert [await world.reconciler.reconcile(key) for key in keys[1:]] == [None, None]
-    # What is written by then has to wait anew, and one that is gone keeps nobody waiting.
     measured(world, first, requests=2)
     assert [await world.reconciler.reconcile(key) for key in keys] == [pytest.approx(10.0 * n) for n in (1, 2, 3)]
+
+
+async def test_a_service_that_is_written_for_other_reasons_takes_no_second_place_in_the_line() -> None:
+    world, key = await ready_world(measurement_seconds=10.0, measurements_per_second=0.1)
+    pod = next(obj for ref, obj in world.cluster.objects.items() if ref.kind == "Pod" and "decode" in ref.name)
+    for flap in range(6):
+        measured(world, key, requests=1 + flap)
+        assert await world.reconciler.reconcile(key) == pytest.approx(10.0)
+        pod["status"]["conditions"] = [{"type": "Ready", "status": str(bool(flap % 2))}]
+        await world.reconciler.reconcile(key)
+    world.clock.advance(10.0)
+
+    measured(world, key, requests=9)
+    await world.reconciler.reconcile(key)
+
+    assert samples(world, key) == 18
+
+
+async def test_a_turn_that_came_for_nothing_is_given_up() -> None:
+    world, key = await ready_world(measurement_seconds=1.0, measurements_per_second=0.1)
+    async with world.running():
+        world.stats.wake(key)  # its numbers are what they were
+        world.clock.advance(1.5)
+        await settle()
+        writes = world.cluster.status_writes
+        measured(world, key, requests=1)
+        world.stats.wake(key)
+        await settle()
+        assert world.cluster.status_writes == writes
+        world.clock.advance(9.0)
+        await settle()
+        assert (world.cluster.status_writes, samples(world, key)) == (writes + 1, 2)

@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,8 +29,9 @@ from specserve_operator.core.objects import Event, Manifest, ObjectRef, ServiceK
 
 _LOG = logging.getLogger(__name__)
 
-# Lists show objects one by one: one sweep for them all.
+# Watches that begin anew do so at about the same time: one sweep for them all.
 _SETTLE_SECONDS = 1.0
+_SWEEP_RETRY_SECONDS = 5.0
 # Of a list, before others get their turn.
 _TAKEN_AT_ONCE = 50
 _NOT_FOUND, _CONFLICT, _INVALID = 404, 409, 422
@@ -91,7 +92,14 @@ class KubeCluster:
 
         A watch that was interrupted for long does not tell of what was deleted meanwhile, so a list must.
         """
-        for kind in self.kinds:
+        await self._sweep_kinds(self.kinds)
+
+    async def sweep_unwatched(self) -> None:
+        """The same for the kinds that have no watch."""
+        await self._sweep_kinds([kind for kind in self.kinds if kind.is_optional])
+
+    async def _sweep_kinds(self, kinds: Iterable[Kind]) -> None:
+        for kind in kinds:
             for scope in self._scopes:
                 self._health.on_listed(kind, scope, await self._sweep(kind, scope))
         self._applied = {ref: applied for ref, applied in self._applied.items() if self.cache.version(ref)}
@@ -107,7 +115,7 @@ class KubeCluster:
                 listed.append(ObjectRef.of(kind.whole(obj)))
                 newest = max(newest, resource_version(obj))
                 self._wake(self.cache.put(kind, obj))
-                if number % _TAKEN_AT_ONCE == 0:
+                if number % _TAKEN_AT_ONCE == _TAKEN_AT_ONCE - 1:
                     await asyncio.sleep(0)
         self._wake(self.cache.keep_only(kind, scope, listed=listed, version=version))
         return newest
@@ -212,7 +220,7 @@ class KubeCluster:
         self._applied.pop(ref, None)
         if live is not None and live["metadata"].get("deletionTimestamp"):
             return
-        if not self._repairs.take(ref):
+        if not self._repairs.allows(ref):
             raise ClusterError(
                 f"{ref.kind} {ref.namespace}/{ref.name} is made anew again and again, though nothing needs it any "
                 "more: does another tool bring it back?"
@@ -224,6 +232,10 @@ class KubeCluster:
         except ApiError as error:
             if error.status not in (_NOT_FOUND, _CONFLICT):
                 raise
+            if error.status == _NOT_FOUND and live is not None:
+                self._wake(self.cache.discard(kind_of(ref), live))
+        else:
+            self._repairs.take(ref)
 
     async def patch_status(self, key: ServiceKey, status: Mapping[str, Any]) -> None:
         """Replaces the service's whole status. A service that is gone, or was made anew, is no error."""
@@ -265,17 +277,20 @@ class KubeCluster:
                 yield key
 
 
-async def keep_in_step(cluster: KubeCluster, asked: asyncio.Event, *, period_seconds: float) -> None:
-    """Sweeps a moment after `asked` is set, and every `period_seconds`. For ever."""
+async def keep_in_step(sweep: Callable[[], Awaitable[None]], asked: asyncio.Event, *, period_seconds: float) -> None:
+    """Sweeps a moment after `asked` is set, and every `period_seconds`; soon again if that fails. For ever."""
+    wait_seconds = period_seconds
     while True:
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(asked.wait(), period_seconds)
+            await asyncio.wait_for(asked.wait(), wait_seconds)
             await asyncio.sleep(_SETTLE_SECONDS)
         asked.clear()
+        wait_seconds = period_seconds
         try:
-            await cluster.sweep()
+            await sweep()
         except ClusterError as error:
             _LOG.warning("the cluster was not listed: %s", error)
+            wait_seconds = min(_SWEEP_RETRY_SECONDS, period_seconds)
 
 
 def _outcome(before: int, after: int) -> ApplyOutcome:

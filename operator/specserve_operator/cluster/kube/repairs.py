@@ -1,4 +1,4 @@
-"""Bounds how often an object is put right that somebody else changes back each time."""
+"""Bounds how often an object is put right, or deleted, that somebody else changes back each time."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ class _Bucket:
 
 
 class RepairLimit:
-    """A bucket of `BURST` repairs for each object, filled by one in `SECONDS_EACH`.
+    """A bucket of `BURST` repairs or deletions for each object, filled by one in `SECONDS_EACH`.
 
     Two operators over one namespace, or a tool that keeps what this operator makes as it likes it, would else be
     answered at full speed, for ever.
@@ -28,15 +28,19 @@ class RepairLimit:
         self._buckets: dict[ObjectRef, _Bucket] = {}
 
     def take(self, ref: ObjectRef) -> bool:
+        """Whether the object may be put right now; counts as done if it may."""
+        if not self.allows(ref):
+            return False
+        self._buckets[ref].tokens -= 1
+        return True
+
+    def allows(self, ref: ObjectRef) -> bool:
         """Whether the object may be put right now."""
         now = self._time()
         bucket = self._buckets.setdefault(ref, _Bucket(BURST, now))
         bucket.tokens = min(bucket.tokens + (now - bucket.filled_at) / SECONDS_EACH, BURST)
         bucket.filled_at = now
-        if bucket.tokens < 1:
-            return False
-        bucket.tokens -= 1
-        return True
+        return bucket.tokens >= 1
 
     def prune(self) -> None:
         """Forgets the objects whose buckets are full again."""
