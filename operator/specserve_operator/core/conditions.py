@@ -24,6 +24,12 @@ MIN_LATENCY_SAMPLES = 20
 MIN_DRAFTED_TOKENS = 200
 # Below this share a draft costs more than it brings, whatever the load.
 MIN_ACCEPTANCE_RATIO = 0.15
+# Reasons that follow from what pods have told.
+_MEASURED = {
+    *(Reason.TRANSFERRING, Reason.TRANSFER_FAILING, Reason.NO_TRAFFIC, Reason.TOO_FEW_SAMPLES),
+    *(Reason.MODE_ALWAYS, Reason.DRAFTS_ACCEPTED, Reason.LOW_ACCEPTANCE),
+    *(Reason.OBJECTIVES_MET, Reason.OBJECTIVE_MISSED, Reason.METRICS_STALE),
+}
 # On the status of a Service, written where Services are listeners of this machine.
 CONDITION_LISTENING = "Listening"
 
@@ -169,7 +175,7 @@ def judge_kv_transfer(
         text = "no prefill pod is ready: decode pods prefill for themselves"
         return Judgement(UNKNOWN if is_first else FALSE, Reason.NO_PREFILL_PEERS, text)
     if not stats.pods:
-        return _without_stats(snapshot)
+        return _without_stats(snapshot, previous)
     before, counted = snapshot.service.status.get("kvTransfer"), snapshot.kv_transfer.counted
     if before is not None:
         moved = _growth(now.transfers, before.get("transfers", 0))
@@ -197,7 +203,7 @@ def _growth(now: int, before: int) -> int:
     return max(now - before, 0)
 
 
-def judge_speculation(snapshot: Snapshot, stats: PoolStats) -> Judgement:
+def judge_speculation(snapshot: Snapshot, stats: PoolStats, previous: PreviousCondition | None) -> Judgement:
     """Whether drafts are accepted. The speed-up itself is not measured in this version, and the message says so."""
     speculation = snapshot.service.spec.speculation
     if speculation is None:
@@ -207,7 +213,7 @@ def judge_speculation(snapshot: Snapshot, stats: PoolStats) -> Judgement:
     if speculation.rollout_percent == 0:
         return Judgement(FALSE, Reason.MODE_NEVER, "spec.speculation.rolloutPercent is 0")
     if not stats.pods:
-        return _without_stats(snapshot)
+        return _without_stats(snapshot, previous)
     return _judge_acceptance(stats.speculation.total, speculation.mode)
 
 
@@ -224,13 +230,15 @@ def _judge_acceptance(total: PolicyStats, mode: SpeculationMode) -> Judgement:
     return Judgement(TRUE, reason, f"{numbers}; the speed-up over the target alone is not measured")
 
 
-def judge_objectives(snapshot: Snapshot, stats: PoolStats, latency: LatencyStatus) -> Judgement:
+def judge_objectives(
+    snapshot: Snapshot, stats: PoolStats, latency: LatencyStatus, previous: PreviousCondition | None
+) -> Judgement:
     """Every objective against its percentile, with the numbers that are shown."""
     objectives = snapshot.service.spec.objectives
     if not objectives.time_to_first_token and not objectives.time_per_output_token:
         return Judgement(TRUE, Reason.NOT_CONFIGURED, "the spec has no objectives")
     if not stats.pods:
-        return _without_stats(snapshot)
+        return _without_stats(snapshot, previous)
     named = [("TTFT", o) for o in latency.time_to_first_token] + [("TPOT", o) for o in latency.time_per_output_token]
     measured = [(name, o) for name, o in named if o.objective_milliseconds is not None]
     if not all(o.samples for _, o in measured):
@@ -270,7 +278,11 @@ def _upgrade_change(resolved: Resolved, operator_version: str) -> str:
     return f"image {resolved.image} stays, the pod template would be that of operator {operator_version}"
 
 
-def _without_stats(snapshot: Snapshot) -> Judgement:
-    if any(p.is_serving for p in snapshot.pool_pods(Pool.DECODE)):
-        return Judgement(UNKNOWN, Reason.METRICS_STALE, "no decode pod answers with statistics")
-    return Judgement(UNKNOWN, Reason.PENDING, "no decode pod is ready")
+def _without_stats(snapshot: Snapshot, previous: PreviousCondition | None) -> Judgement:
+    """What an earlier control plane has measured stands until this one has asked: its start changes nothing."""
+    if not any(p.is_serving for p in snapshot.pool_pods(Pool.DECODE)):
+        return Judgement(UNKNOWN, Reason.PENDING, "no decode pod is ready")
+    last = previous.as_judgement() if previous is not None else None
+    if not snapshot.are_pods_asked and last is not None and last.reason in _MEASURED:
+        return last
+    return Judgement(UNKNOWN, Reason.METRICS_STALE, "no decode pod answers with statistics")

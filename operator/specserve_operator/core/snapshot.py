@@ -140,7 +140,8 @@ class Snapshot:
 
     `records`: those that can be read, oldest first. `crd_problem`: what the installed CRDs lack; empty if nothing.
     `kv_transfer` is the sum over all pods that the control plane has heard of: it never shrinks. `kv_transfer_found` is
-    what the status said when the control plane first saw the service: the word of earlier ones.
+    what the status said when the control plane first saw the service: the word of earlier ones. `are_pods_asked`: the
+    control plane has asked them for their statistics, whether or not they have answered.
     """
 
     service: SpeculativeService
@@ -154,6 +155,7 @@ class Snapshot:
     pod_stats: tuple[PodStats, ...] = ()
     kv_transfer: TransferTotals = field(default_factory=TransferTotals)
     kv_transfer_found: KvTransferStatus = field(default_factory=KvTransferStatus)
+    are_pods_asked: bool = True
     crd_problem: str = ""
 
     @property
@@ -192,6 +194,7 @@ def build_snapshot(
     pod_stats: Mapping[str, PodStats],
     kv_transfer: TransferTotals,
     kv_transfer_found: KvTransferStatus,
+    are_pods_asked: bool = True,
     crd_problem: str = "",
 ) -> Snapshot:
     """Sorts the children of a service by what they are.
@@ -216,6 +219,7 @@ def build_snapshot(
         pod_stats=tuple(s for _, s in sorted(pod_stats.items()) if s.pod_uid in uids),
         kv_transfer=kv_transfer,
         kv_transfer_found=kv_transfer_found,
+        are_pods_asked=are_pods_asked,
         crd_problem=crd_problem,
     )
 

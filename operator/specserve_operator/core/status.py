@@ -110,8 +110,12 @@ def _judge(
             kv_transfer or KvTransferStatus(),
             previous_condition(previous, ConditionType.KV_TRANSFER_READY),
         ),
-        ConditionType.SPECULATION_EFFECTIVE: judge_speculation(snapshot, stats),
-        ConditionType.OBJECTIVES_MET: judge_objectives(snapshot, stats, latency),
+        ConditionType.SPECULATION_EFFECTIVE: judge_speculation(
+            snapshot, stats, previous_condition(previous, ConditionType.SPECULATION_EFFECTIVE)
+        ),
+        ConditionType.OBJECTIVES_MET: judge_objectives(
+            snapshot, stats, latency, previous_condition(previous, ConditionType.OBJECTIVES_MET)
+        ),
         ConditionType.DRAFT_UP_TO_DATE: not_configured,
         ConditionType.PROGRESSING: judge_progress(
             snapshot, pools, previous_condition(previous, ConditionType.PROGRESSING)

@@ -105,7 +105,10 @@ class _Known:
 
 
 class StatsCollector:
-    """The latest statistics of every service. `wake` is called with a service whose statistics have changed."""
+    """The latest statistics of every service.
+
+    `wake` is called with a service whose pods were asked for the first time, or whose statistics have changed.
+    """
 
     def __init__(
         self,
@@ -123,6 +126,7 @@ class StatsCollector:
         self._known: dict[ServiceKey, _Known] = {}
         self._shown: dict[ServiceKey, dict[str, PodStats]] = {}
         self._looked: dict[ServiceKey, tuple[int, _Service]] = {}
+        self._asked: set[ServiceKey] = set()
         self._round_seconds = self._options.period_seconds
         self._started_at = clock.time()
         self._hasten = asyncio.Event()
@@ -145,6 +149,10 @@ class StatsCollector:
         for pod in known.pods.values():
             total = total.merge(pod.kv_transfer)
         return total
+
+    def has_asked(self, key: ServiceKey) -> bool:
+        """Whether the service's pods were asked since the start, and had time to answer."""
+        return key in self._asked
 
     def hasten(self) -> None:
         """Asks all pods now rather than at the end of the period: settings have changed."""
@@ -198,7 +206,9 @@ class StatsCollector:
         self, key: ServiceKey, service: _Service, wake: Callable[[ServiceKey], None], *, is_kept: bool
     ) -> None:
         await self._ask_all(key, service)
-        if self._has_changed(key):
+        is_first = key not in self._asked
+        self._asked.add(key)
+        if self._has_changed(key) or is_first:
             wake(key)
         if not is_kept:
             await self._channels.drop(target.ip for target in service.targets)
@@ -238,6 +248,7 @@ class StatsCollector:
         for known_keys in (self._known, self._shown, self._looked):
             for key in known_keys.keys() - services.keys():
                 del known_keys[key]
+        self._asked &= services.keys()
         for key, service in services.items():
             known = self._known.get(key)
             if known is None or known.service_uid != service.uid:

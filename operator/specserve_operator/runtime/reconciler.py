@@ -46,6 +46,10 @@ class StatsSource(Protocol):
         """The sum over all pods of this very service that have been heard of: it never shrinks."""
         ...
 
+    def has_asked(self, key: ServiceKey) -> bool:
+        """Whether the service's pods were asked since the start, and had time to answer."""
+        ...
+
     def hasten(self) -> None:
         """Called after something was applied that pods may want to know at once."""
         ...
@@ -135,6 +139,7 @@ class Reconciler:
             pod_stats=self._stats.pod_stats(key),
             kv_transfer=self._stats.kv_transfer(key, service.metadata.uid),
             kv_transfer_found=self._kv_transfer_found(key, service),
+            are_pods_asked=self._stats.has_asked(key),
             crd_problem=self.crd_problem,
         )
         plan_ = plan(snapshot)
@@ -162,6 +167,8 @@ class Reconciler:
         """For how long a status has to wait, since there are only newer numbers in it; 0: it is to be written."""
         if previous == status or without_measurements(previous) != without_measurements(status):
             return 0.0
+        if not self._stats.has_asked(key):
+            return self._options.measurement_seconds  # they are not newer, but none
         return self._measurement_due(key)
 
     def _measurement_due(self, key: ServiceKey) -> float:

@@ -30,6 +30,7 @@ class FakeStats:
 
     def __init__(self) -> None:
         self.hastened = 0
+        self.is_asked = True
         self.pods: dict[str, PodStats] = {}
 
     def pod_stats(self, key: ServiceKey) -> Mapping[str, PodStats]:
@@ -37,6 +38,9 @@ class FakeStats:
 
     def kv_transfer(self, key: ServiceKey, service_uid: str) -> TransferTotals:
         return TransferTotals()
+
+    def has_asked(self, key: ServiceKey) -> bool:
+        return self.is_asked
 
     def hasten(self) -> None:
         self.hastened += 1

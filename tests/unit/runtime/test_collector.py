@@ -379,7 +379,7 @@ async def test_many_pods_are_asked_one_service_after_the_other_over_the_whole_pe
     world.clock.advance(0.2)
     await settle()
     assert world.channels.asked[4:] == ["10.0.1.1"]
-    assert woken == [world.key]
+    assert woken == [world.key, other]
 
     # Stopping does not wait for the rest of the round.
     running.cancel()

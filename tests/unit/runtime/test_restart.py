@@ -133,6 +133,22 @@ async def test_a_status_that_is_written_before_any_pod_has_answered_is_no_news()
     assert world.totals == before
 
 
+async def test_what_was_measured_stands_until_the_pods_have_been_asked_again() -> None:
+    world = await world_with_history()
+    before, writes = world.cluster.services[world.key]["status"], world.cluster.status_writes
+    assert world.kv_transfer_ready == ("True", "Transferring")
+
+    world.restart_control_plane()
+    await world.reconciler.reconcile(world.key)
+
+    assert (world.cluster.services[world.key]["status"], world.cluster.status_writes) == (before, writes)
+    world.channels.answers.clear()
+    woken = await world.collector.poll()
+    assert woken == [world.key]
+    await world.reconciler.reconcile(world.key)
+    assert world.kv_transfer_ready == ("Unknown", "MetricsStale")
+
+
 async def test_what_happens_after_the_restart_is_told_once_and_counted() -> None:
     world = await world_with_history()
     world.restart_control_plane()
