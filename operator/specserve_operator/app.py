@@ -94,6 +94,7 @@ class Operator:
         )
         self.is_synced = False
         self.relisted = asyncio.Event()
+        self._first_versions: dict[tuple[Kind, str | None], int] = {}
         self._offer = Offer(OPTIONAL)
         self.take(offer)
         self._show_gauges()
@@ -191,10 +192,22 @@ class Operator:
         else:
             self.cluster.observe(kind, obj)
 
-    def on_watch(self, kind: Kind, namespace: str | None, version: int) -> None:
-        """A watch has begun, at this version: what happened before it did not show, so everything is listed."""
-        self.health.on_watch(kind, namespace, version)
-        self.relisted.set()
+    def on_watch(self, kind: Kind, namespace: str | None, version: int) -> int:
+        """A watch begins. Returns from which version on.
+
+        The first goes on from the list at the start. A later one could not go on from where it was: what happened until
+        `version` does not show, so everything is listed again.
+        """
+        listed = self._first_versions.pop((kind, namespace), 0)
+        self.health.on_watch(kind, namespace, listed or version)
+        if not listed:
+            self.relisted.set()
+        return listed or version
+
+    async def list_everything(self) -> None:
+        """Fills the cache. Raises `ClusterError`."""
+        await self.cluster.sweep()
+        self._first_versions = dict(self.cluster.listed)
 
     def check_queue(self) -> str | None:
         """Liveness: no service waits, or is worked on, for ever."""
@@ -244,7 +257,7 @@ async def _run(options: Options) -> None:
 async def _operate(client: KubeClient, operator: Operator, options: Options) -> None:
     """Watches and reconciles until kopf ends, which it does on a signal; then the workers finish their step."""
     stop = asyncio.Event()
-    await _list_everything(operator)
+    await _list_patiently(operator)
     # What is there by now stays, mostly: it need not be looked through again and again.
     gc.collect()
     gc.freeze()
@@ -285,11 +298,11 @@ def _first_cause(error: BaseException) -> BaseException:
     return error
 
 
-async def _list_everything(operator: Operator) -> None:
-    """Fills the cache. A kind that was just installed is refused for a moment, which is no reason to give up."""
+async def _list_patiently(operator: Operator) -> None:
+    """A kind that was just installed is refused for a moment, which is no reason to give up."""
     while True:
         try:
-            return await operator.cluster.sweep()
+            return await operator.list_everything()
         except ClusterError as error:
             if not error.retryable:
                 raise

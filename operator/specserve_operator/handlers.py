@@ -20,8 +20,9 @@ from specserve_operator.core.objects import Manifest
 
 # Kind, type (ADDED, MODIFIED, DELETED) and object.
 OnEvent = Callable[[Kind, str | None, Manifest], None]
-# Kind, namespace (None: all) and resource version: from that version on a watch shows everything, and nothing before.
-OnWatch = Callable[[Kind, str | None, int], None]
+# Kind, namespace (None: all) and resource version of a watch that begins. Returns the version from which on it is to
+# show everything: that one, or an earlier one.
+OnWatch = Callable[[Kind, str | None, int], int]
 
 # Watches end on both sides after a while even if all is well, so that one that hangs is never the last.
 WATCH_SECONDS = 600
@@ -99,7 +100,7 @@ class _Session(kopf.AiohttpSession):
 
 
 def open_session(info: kopf.ConnectionInfo, kinds: Collection[Kind], on_watch: OnWatch) -> kopf.AiohttpSession:
-    """kopf's connections, which it closes. It lists nothing, and watches from the version on that a list would have.
+    """kopf's connections, which it closes. It lists nothing, and watches from the version on that `on_watch` says.
 
     What there is, our own lists find out: page by page. kopf would hold all objects at once,
     each with a task of its own, whenever a watch begins.
@@ -112,8 +113,8 @@ def open_session(info: kopf.ConnectionInfo, kinds: Collection[Kind], on_watch: O
             if found is None:
                 return document
             version = document["metadata"]["resourceVersion"]
-            on_watch(*found, int(version) if version.isdigit() else 0)
-            return {"items": [], "metadata": {"resourceVersion": version}}
+            first = on_watch(*found, int(version) if version.isdigit() else 0)
+            return {"items": [], "metadata": {"resourceVersion": str(first) if first else version}}
 
     session = aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, ssl=info.as_ssl_context()),

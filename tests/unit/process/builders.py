@@ -36,12 +36,14 @@ def make_service() -> Manifest:
 class ApiServer:
     """Remembers what is written, and gives it back with another version. `holder`: who has the Lease; empty: nobody.
 
-    `failing`: words in the paths of writes that it refuses.
+    `failing`: words in the paths of writes that it refuses. `is_empty`: its lists have nothing in them; else there are
+    none.
     """
 
     def __init__(self) -> None:
         self.holder = ""
         self.failing: tuple[str, ...] = ()
+        self.is_empty = False
         self.written: dict[str, Any] = {}
         self.paths: list[str] = []
         self._version = 100
@@ -67,7 +69,7 @@ class ApiServer:
             return {"metadata": {"resourceVersion": "1"}}
         if path.startswith(LEASES) and self.holder:
             return {"metadata": {"resourceVersion": "1"}, "spec": {"holderIdentity": self.holder}}
-        return None
+        return {"metadata": {"resourceVersion": str(self._version)}, "items": []} if self.is_empty else None
 
     async def wait(self, is_so: Callable[[], bool]) -> None:
         """Returns when that is so."""

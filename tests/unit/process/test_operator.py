@@ -98,6 +98,21 @@ async def test_an_optional_kind_that_is_installed_later_is_used_and_one_that_goe
     assert api.paths.count(POD_MONITORS) == 2  # looked for, and made
 
 
+async def test_watches_go_on_from_the_list_at_the_start_and_later_ones_cause_another() -> None:
+    api = ApiServer()
+    api.is_empty = True
+    async with connected(api) as client:
+        operator = await make_operator(client, make_options(), Offer())
+        await operator.list_everything()
+        listed = operator.cluster.listed[SERVICE, None]
+
+        assert listed == 101  # with the authority's Secret
+        assert operator.on_watch(SERVICE, None, listed + 7) == listed
+        assert not operator.relisted.is_set()
+        assert operator.on_watch(SERVICE, None, listed + 9) == listed + 9
+        assert operator.relisted.is_set()
+
+
 async def test_a_kind_that_is_missed_is_looked_for_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("specserve_operator.app._OFFER_SETTLE_SECONDS", 0.0)
     api = ApiServer()

@@ -70,6 +70,8 @@ class KubeCluster:
         self.kinds = tuple(kinds)
         self._on_apply = on_apply
         self.cache = ObjectCache()
+        # Resource versions of the last lists, by kind and scope.
+        self.listed: dict[tuple[Kind, str | None], int] = {}
         # By kind, where the installed CRDs are older than we: what they know of the statuses.
         self.status_schemas: Mapping[str, Schema] = {}
         self._dirty: DirtyKeys[ServiceKey] = DirtyKeys()
@@ -118,6 +120,7 @@ class KubeCluster:
                 if number % _TAKEN_AT_ONCE == _TAKEN_AT_ONCE - 1:
                     await asyncio.sleep(0)
         self._wake(self.cache.keep_only(kind, scope, listed=listed, version=version))
+        self.listed[kind, scope] = version
         return newest
 
     def _wake(self, keys: set[ServiceKey]) -> None:
