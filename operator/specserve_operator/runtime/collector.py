@@ -39,8 +39,8 @@ class CollectorOptions:
 
     `period_seconds`: how often each one is, while `max_calls_per_second` in all allow it. With more pods than that a
     round takes longer: services get their turn one after the other, without waiting for each other's answers.
-    `kept_channels`: up to so many pods, connections are kept open; with more, each is closed after its call, since open
-    ones would take 100 KB each. A new one takes four times the processor of a call: `max_connections_per_second`.
+    `kept_channels`: to so many pods connections are kept open, which takes 100 KB each; to the others each is closed
+    after its call. A new one takes four times the processor of a call: `max_connections_per_second`.
     `stale_seconds`: how long the last answer of a pod that answers no more is still given out, at least; and always for
     two and a half rounds.
     """
@@ -49,8 +49,8 @@ class CollectorOptions:
     timeout_seconds: float = 2.0
     max_concurrent_calls: int = 64
     max_calls_per_second: float = 60.0
-    max_connections_per_second: float = 45.0
-    kept_channels: int = 256
+    max_connections_per_second: float = 35.0
+    kept_channels: int = 512
     window_seconds: float = 300.0
     stale_seconds: float = 15.0
 
@@ -187,31 +187,30 @@ class StatsCollector:
             return
         self._forget_all_but(services)
         addresses = {target.ip for service in services.values() for target in service.targets}
-        is_kept = len(addresses) <= self._options.kept_channels
-        await self._channels.keep_only(addresses if is_kept else ())
-        rate = self._options.max_calls_per_second
-        if not is_kept:
-            rate = min(rate, self._options.max_connections_per_second)
-        shortest_seconds = len(addresses) / rate
+        kept = frozenset(sorted(addresses)[: self._options.kept_channels])
+        await self._channels.keep_only(kept)
+        shortest_seconds = max(
+            len(addresses) / self._options.max_calls_per_second,
+            len(addresses - kept) / self._options.max_connections_per_second,
+        )
         # A round that is becoming longer must not make the pods at its end look silent.
         self._round_seconds = max(self._round_seconds, shortest_seconds)
         is_paced = shortest_seconds > self._options.period_seconds
         async with asyncio.TaskGroup() as group:
             for key, service in services.items():
-                group.create_task(self._take_turn(key, service, wake, is_kept=is_kept))
+                group.create_task(self._take_turn(key, service, wake, kept=kept))
                 if is_paced:
-                    await sleep(self._clock, len(service.targets) / rate)
+                    await sleep(self._clock, shortest_seconds * len(service.targets) / len(addresses))
 
     async def _take_turn(
-        self, key: ServiceKey, service: _Service, wake: Callable[[ServiceKey], None], *, is_kept: bool
+        self, key: ServiceKey, service: _Service, wake: Callable[[ServiceKey], None], *, kept: Container[str]
     ) -> None:
         await self._ask_all(key, service)
         is_first = key not in self._asked
         self._asked.add(key)
         if self._has_changed(key) or is_first:
             wake(key)
-        if not is_kept:
-            await self._channels.drop(target.ip for target in service.targets)
+        await self._channels.drop(target.ip for target in service.targets if target.ip not in kept)
 
     async def _ask_all(self, key: ServiceKey, service: _Service) -> None:
         await asyncio.gather(*(self._ask(key, target, service.desired) for target in service.targets))
