@@ -130,8 +130,10 @@ def test_services_in_the_namespace_do_not_become_settings() -> None:
 
 
 def test_the_pod_is_told_who_it_is() -> None:
-    env = {e["name"]: e["valueFrom"]["fieldRef"]["fieldPath"] for e in operator_container(render(Release()))["env"]}
-    assert env == {"POD_NAME": "metadata.name", "POD_NAMESPACE": "metadata.namespace", "POD_IP": "status.podIP"}
+    env = operator_container(render(Release()))["env"]
+    told = {e["name"]: e["valueFrom"]["fieldRef"]["fieldPath"] for e in env if "valueFrom" in e}
+    assert told == {"POD_NAME": "metadata.name", "POD_NAMESPACE": "metadata.namespace", "POD_IP": "status.podIP"}
+    assert {e["name"]: e["value"] for e in env if "value" in e} == {"MALLOC_ARENA_MAX": "2"}
 
 
 def test_probes_ask_the_health_port() -> None:
