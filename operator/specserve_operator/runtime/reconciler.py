@@ -168,7 +168,7 @@ class Reconciler:
         if previous == status or without_measurements(previous) != without_measurements(status):
             return 0.0
         if not self._stats.has_asked(key):
-            return self._options.measurement_seconds  # they are not newer, but none
+            return self._options.resync_seconds  # they are not newer, but none: the first answers wake it
         return self._measurement_due(key)
 
     def _measurement_due(self, key: ServiceKey) -> float:

@@ -51,6 +51,19 @@ async def test_newer_numbers_alone_are_written_from_time_to_time() -> None:
     assert (world.cluster.status_writes, samples(world, key)) == (writes + 1, 20)
 
 
+async def test_before_its_pods_are_asked_a_service_is_neither_written_nor_looked_at_again() -> None:
+    world, key = await ready_world(measurement_seconds=10.0, resync_seconds=300.0)
+    world.clock.advance(10.0)
+    measured(world, key, requests=1)
+    await world.reconciler.reconcile(key)
+    writes = world.cluster.status_writes
+    world.stats.pods, world.stats.is_asked = {}, False
+    world.clock.advance(60.0)
+
+    assert await world.reconciler.reconcile(key) == 300.0
+    assert (world.cluster.status_writes, samples(world, key)) == (writes, 2)
+
+
 async def test_what_is_more_than_newer_numbers_is_written_at_once_with_them() -> None:
     world, key = await ready_world(measurement_seconds=10.0)
     world.clock.advance(10.0)
