@@ -179,9 +179,10 @@ class Snapshot:
 
     def seconds_to_available(self, pod: PodView) -> float:
         """For how much longer a ready pod has to stay so until it is available; 0 for one that is not ready."""
-        if not pod.ready or pod.ready_changed is None:
-            return 0.0
         least = self.service.spec.rollout.min_ready_seconds
+        # Without a bound, clocks that differ must not make one.
+        if not least or not pod.ready or pod.ready_changed is None:
+            return 0.0
         return max(least - (self.now - pod.ready_changed).total_seconds(), 0.0)
 
 

@@ -1,5 +1,6 @@
 """Rollouts of a whole service in a cluster where everything takes time, with whatever may happen on the way."""
 
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -186,6 +187,14 @@ def test_a_rollout_is_over_when_the_last_pod_has_been_ready_for_long_enough() ->
     young = "decode: 1 of 1 pods updated and ready, 1 for less than 30 s"
     assert [young in message for _, message in seen].count(True) == 3
     assert seen[-1][0] == "RolloutComplete"
+
+
+def test_without_a_bound_a_pod_counts_at_once_though_the_clock_that_says_since_when_is_ahead() -> None:
+    wanted = service("a", decode=1)
+    world = running(wanted)
+    behind = world.now - timedelta(hours=1)
+    plan_ = plan(make_snapshot(wanted, world.children(), now=behind))
+    assert plan_.requeue_after_seconds is None
 
 
 def test_an_old_pod_is_given_up_when_a_new_one_has_been_ready_for_long_enough() -> None:
