@@ -163,7 +163,9 @@ class Cluster(Access):
             yield
 
     def _check_preconditions(self, nodes: int) -> None:
-        _require_root()
+        refusal = prerequisites.nodes_refusal()
+        if refusal:
+            raise KubeError(f"{refusal}: use a control plane (python -m hack.kube control-plane DIR)")
         if not 1 <= nodes <= MAX_NODES:
             raise KubeError(f"nodes: {nodes} is not between 1 and {MAX_NODES}")
         for command in prerequisites.CLUSTER_COMMANDS:
@@ -325,7 +327,7 @@ ports: [{{name: dns, port: 53, protocol: UDP}}, {{name: dns-tcp, port: 53, proto
 
 def _require_root() -> None:
     if os.geteuid() != 0:
-        raise KubeError("a cluster with nodes needs root: use a control plane (python -m hack.kube control-plane DIR)")
+        raise KubeError("a cluster with nodes is ended by root")
 
 
 def _import_images(node: Node, archives: Sequence[Path]) -> None:

@@ -205,8 +205,21 @@ class Operator:
         return listed or version
 
     async def list_everything(self) -> None:
-        """Fills the cache. Raises `ClusterError`."""
-        await self.cluster.sweep()
+        """Fills the cache. A kind that was just installed is refused for a moment, which is no reason to give up.
+
+        Raises:
+            ClusterError: that does not pass by waiting.
+        """
+        while True:
+            try:
+                await self.cluster.sweep()
+            except ClusterError as error:
+                if not error.retryable:
+                    raise
+                _LOG.warning("the cluster was not listed: %s", error)
+                await sleep(self.clock, _RETRY_SECONDS)
+            else:
+                break
         self._first_versions = dict(self.cluster.listed)
 
     def check_queue(self) -> str | None:
@@ -257,7 +270,7 @@ async def _run(options: Options) -> None:
 async def _operate(client: KubeClient, operator: Operator, options: Options) -> None:
     """Watches and reconciles until kopf ends, which it does on a signal; then the workers finish their step."""
     stop = asyncio.Event()
-    await _list_patiently(operator)
+    await operator.list_everything()
     # What is there by now stays, mostly: it need not be looked through again and again.
     gc.collect()
     gc.freeze()
@@ -296,18 +309,6 @@ def _first_cause(error: BaseException) -> BaseException:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
-
-
-async def _list_patiently(operator: Operator) -> None:
-    """A kind that was just installed is refused for a moment, which is no reason to give up."""
-    while True:
-        try:
-            return await operator.list_everything()
-        except ClusterError as error:
-            if not error.retryable:
-                raise
-            _LOG.warning("the cluster was not listed: %s", error)
-            await sleep(operator.clock, _RETRY_SECONDS)
 
 
 async def _run_parts(client: KubeClient, operator: Operator, options: Options, *, stop: asyncio.Event) -> None:

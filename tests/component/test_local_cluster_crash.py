@@ -4,8 +4,6 @@ import json
 import os
 import signal
 import subprocess
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,6 +19,7 @@ from tests.component.local_cluster_support import (
     python,
     ready_pods,
 )
+from tests.fakes.waiting import wait_until
 
 # A container as hard to end as can be: a child and a grandchild in a session of its own, which has no environment,
 # all of them deaf to SIGTERM. Prints its pids.
@@ -60,13 +59,6 @@ ROOT = Path(__file__).parents[2]
 def is_alive(pid: int) -> bool:
     stat = procfs.read_stat(pid)
     return stat is not None and stat.is_alive
-
-
-def wait_until(condition: Callable[[], bool], timeout_seconds: float = 15.0) -> None:
-    deadline = time.monotonic() + timeout_seconds
-    while not condition():
-        assert time.monotonic() < deadline, "not in time"
-        time.sleep(0.02)
 
 
 def pids_in(log: Path) -> list[int]:

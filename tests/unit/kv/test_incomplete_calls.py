@@ -16,6 +16,7 @@ from specserve_workers.kv import client as client_module
 from specserve_workers.kv.client import Cancellation, FetchOrder, KvClient
 from specserve_workers.kv.errors import ConnectError, StalledError, TransferCancelledError
 from specserve_workers.kv.puller import Puller
+from tests.fakes.waiting import wait_until
 
 Make = Callable[..., Any]
 ADDRESS = "peer:1"
@@ -173,13 +174,6 @@ def start(call: Callable[[], Any]) -> "Future[Any]":
 
     threading.Thread(target=run, daemon=True).start()
     return future
-
-
-def wait_until(condition: Callable[[], object], *, seconds: float = 10.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.005)
 
 
 def no_part_is_held() -> bool:

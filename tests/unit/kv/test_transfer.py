@@ -2,10 +2,8 @@
 
 import socket
 import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -17,7 +15,6 @@ from hypothesis import strategies as st
 
 from specserve_protos.v1alpha1 import kv_transfer_pb2 as pb
 from specserve_protos.v1alpha1 import kv_transfer_pb2_grpc as pb_grpc
-from specserve_workers.kv.client import Cancellation, FetchOrder
 from specserve_workers.kv.errors import (
     KvTransferError,
     LayoutMismatchError,
@@ -26,17 +23,10 @@ from specserve_workers.kv.errors import (
     TransferCause,
     UnknownLeaseError,
 )
-from specserve_workers.kv.puller import Puller
 from specserve_workers.kv.server import KvServerError, ServerLimits
+from tests.fakes.waiting import wait_until
 
 Make = Callable[..., Any]
-
-
-def wait_until(condition: Callable[[], object], *, seconds: float = 10.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.005)
 
 
 def test_all_layers_arrive_and_the_lease_ends(producer: Any, consumer: Any, order_for: Make) -> None:
@@ -272,6 +262,7 @@ def test_garbage_on_the_port_does_no_harm(producer: Any, data: bytes, prefix: by
     assert not producer.leases.release(b"\0" * 16)
 
 
+HOSTILE: list[Any] = []  # the producer of all examples
 REQUESTS = st.builds(
     pb.FetchRequest,
     lease=st.sampled_from([b"good", b""]) | st.binary(max_size=20),
@@ -310,128 +301,3 @@ def test_hostile_requests_are_refused_and_the_server_goes_on(
     consumer = make_consumer()
     assert consumer.client.fetch(order_for(producer, healthy)) > 0
     consumer.client.close()
-
-
-HOSTILE: list[Any] = []
-
-
-class BlockingClient:
-    """A client whose fetches hang until they are let go or cancelled, save those from "healthy:1"."""
-
-    def __init__(self) -> None:
-        self.let_go = threading.Event()
-        self.fetched: list[str] = []
-        self.released: list[tuple[str, bytes]] = []
-
-    def fetch(self, order: FetchOrder, *, cancellation: Cancellation) -> int:
-        self.fetched.append(order.address)
-        cancellation.attach(self.let_go.set)
-        if order.address != "healthy:1":
-            assert self.let_go.wait(30)
-        return 1
-
-    def release(self, address: str, lease: bytes, *, pulls: int) -> bool:
-        assert pulls == 1
-        self.released.append((address, lease))
-        return True
-
-    def close(self) -> None:
-        pass
-
-
-def test_puller_ends_every_pull_once(producer: Any, consumer: Any, order_for: Make) -> None:
-    woken = threading.Event()
-    puller = Puller(consumer.client, num_threads=2, on_end=woken.set)
-    good = producer.hold(pulls=6)
-    bad = producer.hold(request_id="bad")
-    producer.leases.release(bad.token)
-    for index in range(6):
-        puller.submit(
-            f"good{index}", order_for(producer, good, (4 * index, 4 * index + 1, 4 * index + 2, 4 * index + 3))
-        )
-    puller.submit("bad", order_for(producer, bad))
-    ended: list[Any] = []
-
-    def are_all_over() -> bool:
-        ended.extend(puller.pop_ended())
-        return len(ended) == 7
-
-    wait_until(are_all_over)
-    assert woken.is_set()
-    assert {pull.request_id: pull.cause for pull in ended} == {
-        **{f"good{index}": None for index in range(6)},
-        "bad": TransferCause.UNKNOWN_LEASE,
-    }
-    assert {pull.num_bytes for pull in ended if pull.cause is None} == {4 * producer.layout.block_bytes}
-    puller.close()
-
-
-def test_aborted_pull_ends_as_cancelled(make_producer: Make, consumer: Any, order_for: Make) -> None:
-    producer = make_producer(limits=ServerLimits(lease_wait_seconds=60))
-    lease = producer.hold()
-    producer.leases.release(lease.token)
-    puller = Puller(consumer.client, num_threads=1)
-    puller.submit("running", order_for(producer, lease))
-    puller.submit("queued", order_for(producer, lease))
-    puller.cancel(["running", "queued", "unknown"])
-    ended: list[Any] = []
-
-    def are_both_over() -> bool:
-        ended.extend(puller.pop_ended())
-        return len(ended) == 2
-
-    wait_until(are_both_over)
-    assert {pull.cause for pull in ended} == {TransferCause.CANCELLED}
-    producer.leases.close()
-    puller.close()
-
-
-def test_cancelled_queued_pull_ends_at_once_and_gives_its_lease_up(producer: Any, order_for: Make) -> None:
-    client = BlockingClient()
-    puller = Puller(client, num_threads=1)
-    lease = producer.hold()
-    puller.submit("running", order_for(producer, lease))
-    puller.submit("queued", order_for(producer, lease, (4, 5, 6, 7)))
-    puller.cancel(["queued"])
-    assert [(pull.request_id, pull.block_ids, pull.cause) for pull in puller.pop_ended()] == [
-        ("queued", (4, 5, 6, 7), TransferCause.CANCELLED)
-    ]
-    wait_until(lambda: client.released == [(producer.address, lease.token)])
-    client.let_go.set()
-    puller.close()
-    assert [pull.request_id for pull in puller.pop_ended()] == ["running"]
-    assert client.fetched == [producer.address]
-
-
-def test_hung_producer_does_not_delay_pulls_from_others(producer: Any, order_for: Make) -> None:
-    client = BlockingClient()
-    puller = Puller(client, num_threads=4)
-    hung = order_for(producer, producer.hold())
-    healthy = replace(hung, address="healthy:1")
-    for index in range(8):
-        puller.submit(f"hung{index}", hung)
-    for index in range(3):
-        puller.submit(f"healthy{index}", healthy)
-    ended: list[str] = []
-
-    def are_healthy_over() -> bool:
-        ended.extend(pull.request_id for pull in puller.pop_ended())
-        return sorted(ended) == ["healthy0", "healthy1", "healthy2"]
-
-    wait_until(are_healthy_over)
-    assert client.fetched.count(producer.address) == 2
-    client.let_go.set()
-    wait_until(lambda: len(ended) == 11 or ended.extend(pull.request_id for pull in puller.pop_ended()))
-    assert client.fetched.count(producer.address) == 8
-    puller.close()
-
-
-def test_closing_the_puller_ends_what_runs(make_producer: Make, consumer: Any, order_for: Make) -> None:
-    producer = make_producer(limits=ServerLimits(lease_wait_seconds=60))
-    lease = producer.hold()
-    producer.leases.release(lease.token)
-    puller = Puller(consumer.client, num_threads=1)
-    puller.submit("r", order_for(producer, lease))
-    puller.close()
-    assert [pull.request_id for pull in puller.pop_ended()] == ["r"]
-    producer.leases.close()

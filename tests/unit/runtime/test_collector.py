@@ -1,88 +1,15 @@
 """Statistics of pods: who is asked, what is kept, who is woken, and what is pushed."""
 
 import asyncio
-from typing import Any
 from unittest.mock import AsyncMock
 
 import pytest
 
 from specserve_operator.constants import LABEL_POOL, LABEL_REVISION, LABEL_SERVICE
 from specserve_operator.core.objects import ObjectRef, ServiceKey
-from specserve_operator.runtime.collector import CollectorOptions, StatsCollector
 from specserve_protos.v1alpha1 import control_pb2 as pb
-from tests.fakes.channels import FakeChannels
-from tests.fakes.clock import FakeClock, settle
-from tests.fakes.cluster import MemoryCluster
-
-SERVICE = {"metadata": {"name": "tiny"}, "spec": {}}
-STATE = """{"generation": 2, "speculation":
-  {"policy": "Off", "cap": "None", "minTokens": 0, "maxTokens": 8, "staticTokens": 0}}"""
-
-
-class World:
-    """A service with pods, a clock and a collector."""
-
-    def __init__(self, **options: float) -> None:
-        self.cluster, self.clock, self.channels = MemoryCluster(), FakeClock(), FakeChannels()
-        self.key = self.cluster.put(SERVICE)
-        self.uid = self.service_uid()
-        self.collector = StatsCollector(
-            self.cluster,
-            clock=self.clock,
-            options=CollectorOptions(**options),  # type: ignore[arg-type]
-            channels=self.channels,  # type: ignore[arg-type]
-        )
-
-    def pod(self, name: str, ip: str, *, pool: str = "decode", ready: bool = True) -> None:
-        pod = self.cluster.add_pod(name, self.key, labels={LABEL_POOL: pool}, ready=ready)
-        pod["status"]["podIP"] = ip
-        self.answer(name, ip)
-
-    def answer(
-        self, name: str, ip: str, *, started: int = 0, uptime: float = 1.0, generation: int = 2, transfers: int = 0
-    ) -> None:
-        self.channels.answers[ip] = pb.GetStatsResponse(
-            pod_uid=f"uid-{name}",
-            uptime_seconds=uptime,
-            requests=pb.RequestStats(started=started),
-            speculation=pb.SpeculationStats(generation=generation),
-            kv_transfer=pb.KvTransferStats(remote_prefills=transfers),
-        )
-
-    def runtime_state(self, text: str = STATE) -> None:
-        config_map = {
-            "apiVersion": "v1",
-            "kind": "ConfigMap",
-            "metadata": {"name": "tiny-runtime", "labels": {LABEL_SERVICE: "tiny"}},
-            "data": {"state.json": text},
-        }
-        self.cluster.objects[ObjectRef.of(config_map)] = config_map
-
-    def make_service_anew(self) -> None:
-        """Within one poll. Pods of the old one are on their way out."""
-        lingering = dict(self.cluster.objects)
-        for pod in lingering.values():
-            pod["metadata"]["deletionTimestamp"] = "2030-01-01T11:59:59Z"
-        self.cluster.remove(self.key)
-        self.cluster.put({**SERVICE, "metadata": {"name": "tiny", "creationTimestamp": "2030-01-01T12:00:00Z"}})
-        self.cluster.objects |= lingering
-        self.uid = self.service_uid()
-
-    def service_uid(self) -> str:
-        return str(self.cluster.services[self.key]["metadata"]["uid"])
-
-    def created(self, name: str, time: str) -> None:
-        pod = self.cluster.objects[ObjectRef("v1", "Pod", self.key.namespace, name)]
-        pod["metadata"]["creationTimestamp"] = time
-
-    def transfers(self) -> int:
-        return self.collector.kv_transfer(self.key, self.uid).counted.remote_prefills
-
-    def inherited(self) -> int:
-        return self.collector.kv_transfer(self.key, self.uid).inherited.remote_prefills
-
-    def started(self) -> dict[str, int]:
-        return {uid: stats.requests.started for uid, stats in self.collector.pod_stats(self.key).items()}
+from tests.fakes.clock import settle
+from tests.unit.runtime.collecting import World
 
 
 async def test_ready_serving_pods_are_asked_and_no_others() -> None:
@@ -279,15 +206,6 @@ async def test_a_broken_state_file_pushes_nothing_and_statistics_still_come() ->
     assert set(world.started()) == {"uid-a"}
 
 
-async def test_calls_are_bounded() -> None:
-    world = World(max_concurrent_calls=3)
-    for i in range(10):
-        world.pod(f"p{i}", f"10.0.0.{i}")
-    await world.collector.poll()
-    assert len(world.channels.asked) == 10
-    assert world.channels.most_running == 3
-
-
 async def test_a_cluster_that_cannot_be_listed_costs_one_round() -> None:
     world = World()
     world.pod("a", "10.0.0.1")
@@ -353,100 +271,6 @@ async def test_a_pod_of_a_workload_with_certificates_is_asked_for_its_own() -> N
     await world.collector.poll()
 
     assert world.channels.certified == {"10.0.0.1": None, "10.0.0.2": "uid-certified"}
-
-
-@pytest.mark.parametrize(
-    "limits", [{"max_calls_per_second": 1.0}, {"max_connections_per_second": 1.0, "kept_channels": 0}]
-)
-async def test_many_pods_are_asked_one_service_after_the_other_over_the_whole_period(
-    limits: dict[str, Any],
-) -> None:
-    """Four pods at one call a second: the period is four seconds instead of two."""
-    world = World(**limits)
-    other = world.cluster.put({"metadata": {"name": "other"}, "spec": {}})
-    for i in range(1, 5):
-        world.pod(f"d{i}", f"10.0.0.{i}")
-    pod = world.cluster.add_pod("x", other, labels={LABEL_POOL: "decode"})
-    pod["status"]["podIP"] = "10.0.1.1"
-    woken: list[ServiceKey] = []
-    running = asyncio.create_task(world.collector.run(wake=woken.append))
-
-    await settle()
-    assert len(world.channels.asked) == 4
-    world.clock.advance(3.9)
-    await settle()
-    assert len(world.channels.asked) == 4
-    world.clock.advance(0.2)
-    await settle()
-    assert world.channels.asked[4:] == ["10.0.1.1"]
-    assert woken == [world.key, other]
-
-    # Stopping does not wait for the rest of the round.
-    running.cancel()
-    await settle()
-    assert running.cancelled()
-
-
-async def test_others_get_their_turn_while_many_services_are_looked_at() -> None:
-    world, turns = World(), 0
-    for number in range(40):
-        world.cluster.put({"metadata": {"name": f"s{number}"}, "spec": {}})
-    polling = asyncio.ensure_future(world.collector.poll())
-
-    while not polling.done():
-        await asyncio.sleep(0)
-        turns += 1
-
-    assert turns >= 40
-
-
-async def test_a_pod_that_hangs_delays_no_other_service_and_makes_no_statistics_stale() -> None:
-    world = World(max_calls_per_second=1.0, stale_seconds=1.0)
-    services = [world.cluster.put({"metadata": {"name": f"s{i}"}, "spec": {}}) for i in range(4)]
-    for i, key in enumerate(services):
-        pod = world.cluster.add_pod(f"p{i}", key, labels={LABEL_POOL: "decode"})
-        pod["status"]["podIP"] = f"10.0.0.{i}"
-        world.answer(f"p{i}", f"10.0.0.{i}")
-    world.channels.hung["10.0.0.0"] = world.clock
-    running = asyncio.create_task(world.collector.run(wake=lambda key: None))
-
-    for _ in range(400):
-        world.clock.advance(0.1)
-        await settle()
-
-    # Each one every four seconds, though the first pod takes two of them.
-    assert min(world.channels.asked.count(f"10.0.0.{i}") for i in range(1, 4)) >= 9
-    assert all(world.collector.pod_stats(key) for key in services[1:])
-    running.cancel()
-    await settle()
-
-
-async def test_connections_are_kept_to_so_many_pods_and_closed_after_the_answer_of_others() -> None:
-    world = World(kept_channels=2)
-    world.pod("a", "10.0.0.1")
-    world.pod("b", "10.0.0.2")
-    await world.collector.poll()
-    assert (world.channels.kept, world.channels.dropped) == ({"10.0.0.1", "10.0.0.2"}, [])
-
-    world.pod("c", "10.0.0.3")
-    await world.collector.poll()
-    assert (world.channels.kept, world.channels.dropped) == ({"10.0.0.1", "10.0.0.2"}, ["10.0.0.3"])
-
-
-async def test_a_round_is_as_long_as_the_new_connections_take() -> None:
-    """Three pods, connections to two of them: four seconds, though three calls a second may be made."""
-    world = World(kept_channels=1, max_calls_per_second=3.0, max_connections_per_second=0.5)
-    for i in range(3):
-        key = world.cluster.put({"metadata": {"name": f"s{i}"}, "spec": {}})
-        pod = world.cluster.add_pod(f"p{i}", key, labels={LABEL_POOL: "decode"})
-        pod["status"]["podIP"] = f"10.0.0.{i}"
-    running = asyncio.create_task(world.collector.run(wake=lambda key: None))
-    for _ in range(120):
-        world.clock.advance(0.1)
-        await settle()
-    assert sum(ip.startswith("10.0.0.") for ip in world.channels.asked) == 9
-    running.cancel()
-    await settle()
 
 
 @pytest.mark.parametrize("steps", range(12))

@@ -1,0 +1,114 @@
+"""How fast pods are asked, how many at once, and to which of them connections stay open."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from specserve_operator.constants import LABEL_POOL
+from specserve_operator.core.objects import ServiceKey
+from tests.fakes.clock import settle
+from tests.unit.runtime.collecting import World
+
+
+async def test_calls_are_bounded() -> None:
+    world = World(max_concurrent_calls=3)
+    for i in range(10):
+        world.pod(f"p{i}", f"10.0.0.{i}")
+    await world.collector.poll()
+    assert len(world.channels.asked) == 10
+    assert world.channels.most_running == 3
+
+
+@pytest.mark.parametrize(
+    "limits", [{"max_calls_per_second": 1.0}, {"max_connections_per_second": 1.0, "kept_channels": 0}]
+)
+async def test_many_pods_are_asked_one_service_after_the_other_over_the_whole_period(
+    limits: dict[str, Any],
+) -> None:
+    """Four pods at one call a second: the period is four seconds instead of two."""
+    world = World(**limits)
+    other = world.cluster.put({"metadata": {"name": "other"}, "spec": {}})
+    for i in range(1, 5):
+        world.pod(f"d{i}", f"10.0.0.{i}")
+    pod = world.cluster.add_pod("x", other, labels={LABEL_POOL: "decode"})
+    pod["status"]["podIP"] = "10.0.1.1"
+    woken: list[ServiceKey] = []
+    running = asyncio.create_task(world.collector.run(wake=woken.append))
+
+    await settle()
+    assert len(world.channels.asked) == 4
+    world.clock.advance(3.9)
+    await settle()
+    assert len(world.channels.asked) == 4
+    world.clock.advance(0.2)
+    await settle()
+    assert world.channels.asked[4:] == ["10.0.1.1"]
+    assert woken == [world.key, other]
+
+    # Stopping does not wait for the rest of the round.
+    running.cancel()
+    await settle()
+    assert running.cancelled()
+
+
+async def test_others_get_their_turn_while_many_services_are_looked_at() -> None:
+    world, turns = World(), 0
+    for number in range(40):
+        world.cluster.put({"metadata": {"name": f"s{number}"}, "spec": {}})
+    polling = asyncio.ensure_future(world.collector.poll())
+
+    while not polling.done():
+        await asyncio.sleep(0)
+        turns += 1
+
+    assert turns >= 40
+
+
+async def test_a_pod_that_hangs_delays_no_other_service_and_makes_no_statistics_stale() -> None:
+    world = World(max_calls_per_second=1.0, stale_seconds=1.0)
+    services = [world.cluster.put({"metadata": {"name": f"s{i}"}, "spec": {}}) for i in range(4)]
+    for i, key in enumerate(services):
+        pod = world.cluster.add_pod(f"p{i}", key, labels={LABEL_POOL: "decode"})
+        pod["status"]["podIP"] = f"10.0.0.{i}"
+        world.answer(f"p{i}", f"10.0.0.{i}")
+    world.channels.hung["10.0.0.0"] = world.clock
+    running = asyncio.create_task(world.collector.run(wake=lambda key: None))
+
+    for _ in range(400):
+        world.clock.advance(0.1)
+        await settle()
+
+    # Each one every four seconds, though the first pod takes two of them.
+    assert min(world.channels.asked.count(f"10.0.0.{i}") for i in range(1, 4)) >= 9
+    assert all(world.collector.pod_stats(key) for key in services[1:])
+    running.cancel()
+    await settle()
+
+
+async def test_connections_are_kept_to_so_many_pods_and_closed_after_the_answer_of_others() -> None:
+    world = World(kept_channels=2)
+    world.pod("a", "10.0.0.1")
+    world.pod("b", "10.0.0.2")
+    await world.collector.poll()
+    assert (world.channels.kept, world.channels.dropped) == ({"10.0.0.1", "10.0.0.2"}, [])
+
+    world.pod("c", "10.0.0.3")
+    await world.collector.poll()
+    assert (world.channels.kept, world.channels.dropped) == ({"10.0.0.1", "10.0.0.2"}, ["10.0.0.3"])
+
+
+async def test_a_round_is_as_long_as_the_new_connections_take() -> None:
+    """Three pods, connections to two of them: four seconds, though three calls a second may be made."""
+    world = World(kept_channels=1, max_calls_per_second=3.0, max_connections_per_second=0.5)
+    for i in range(3):
+        key = world.cluster.put({"metadata": {"name": f"s{i}"}, "spec": {}})
+        pod = world.cluster.add_pod(f"p{i}", key, labels={LABEL_POOL: "decode"})
+        pod["status"]["podIP"] = f"10.0.0.{i}"
+    running = asyncio.create_task(world.collector.run(wake=lambda key: None))
+    for _ in range(120):
+        world.clock.advance(0.1)
+        await settle()
+    assert sum(ip.startswith("10.0.0.") for ip in world.channels.asked) == 9
+    running.cancel()
+    await settle()
