@@ -116,7 +116,7 @@ class Plan:
 def plan(snapshot: Snapshot) -> Plan:
     """The next state of everything that belongs to the service."""
     service, config = snapshot.service, snapshot.config
-    runtime_state = plan_runtime_state(service)
+    runtime_state = plan_runtime_state(service, snapshot.others)
     problems = find_problems(service, config)
     if problems:
         return Plan(service, config, runtime_state, problems=problems)

@@ -1,9 +1,13 @@
 """What may change in running pods: the run-time state of docs/contracts.md, from the spec."""
 
 import json
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 from specserve_operator.api.v1alpha1 import LengthCap, LengthPolicy, SpeculationMode, SpeculativeService
+from specserve_operator.constants import RUNTIME_FILE
+from specserve_operator.core.names import runtime_config_name
+from specserve_operator.core.objects import Manifest
 
 STATE_VERSION = 1
 POLICY_OFF = "Off"
@@ -11,7 +15,10 @@ POLICY_OFF = "Off"
 
 @dataclass(frozen=True, slots=True)
 class RuntimeState:
-    """Lengths in draft tokens a sequence and step. `policy` is `Off`, `Static` or `DSDE`; `cap` is `None` or `Mean`."""
+    """Lengths in draft tokens a sequence and step. `generation` is that of the spec that first asked for the settings.
+
+    `policy` is `Off`, `Static` or `DSDE`; `cap` is `None` or `Mean`.
+    """
 
     generation: int
     policy: str = POLICY_OFF
@@ -33,8 +40,28 @@ class RuntimeState:
         return json.dumps(state, indent=1) + "\n"
 
 
-def plan_runtime_state(service: SpeculativeService) -> RuntimeState:
-    """The settings that the spec asks for. `mode: Never` and `rolloutPercent: 0` keep the lengths and turn them off."""
+def plan_runtime_state(service: SpeculativeService, children: Iterable[Manifest]) -> RuntimeState:
+    """The settings that the spec asks for. Those that `children` hold already keep their generation.
+
+    So a change of anything else is no news to the pods.
+    """
+    asked, name = _asked_settings(service), runtime_config_name(service.metadata.name)
+    held = next((c for c in children if (c["kind"], c["metadata"]["name"]) == ("ConfigMap", name)), {})
+    text = (held.get("data") or {}).get(RUNTIME_FILE, "")
+    kept = replace(asked, generation=min(max(_generation(text), 0), asked.generation))
+    return kept if kept.to_json() == text else asked
+
+
+def _generation(text: str) -> int:
+    """Of a state file; 0 if it is none."""
+    try:
+        return int(json.loads(text)["generation"])
+    except (ValueError, TypeError, KeyError, OverflowError):
+        return 0
+
+
+def _asked_settings(service: SpeculativeService) -> RuntimeState:
+    """`mode: Never` and `rolloutPercent: 0` keep the lengths and turn them off."""
     generation, speculation = service.metadata.generation, service.spec.speculation
     if speculation is None:
         return RuntimeState(generation)

@@ -210,19 +210,24 @@ class Reconciler:
         return refused
 
     async def _apply(self, rendered: Iterable[Manifest]) -> dict[ObjectRef, ClusterError]:
-        """Applies everything. One object's failure does not keep the others from being applied.
+        """Applies everything: first what pods refer to, then what makes pods, each of them at once.
 
-        Returns what could not be applied.
+        Returns what could not be applied, which keeps nothing else from it.
         """
-        refused, is_changed = dict[ObjectRef, ClusterError](), False
-        for obj in rendered:
+        refused, outcomes, objects = dict[ObjectRef, ClusterError](), set[ApplyOutcome](), list(rendered)
+
+        async def apply(obj: Manifest) -> None:
             try:
-                outcome = await self._cluster.apply(obj)
+                outcomes.add(await self._cluster.apply(obj))
             except ClusterError as error:
                 refused[ObjectRef.of(obj)] = error
-            else:
-                is_changed |= outcome is not ApplyOutcome.UNCHANGED
-        if is_changed:
+
+        for makes_pods in (False, True):
+            async with asyncio.TaskGroup() as group:
+                for obj in objects:
+                    if (obj["kind"] == _WORKLOAD) is makes_pods:
+                        group.create_task(apply(obj))
+        if outcomes - {ApplyOutcome.UNCHANGED}:
             self._stats.hasten()
         return refused
 

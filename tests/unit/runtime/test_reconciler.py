@@ -4,7 +4,8 @@ import asyncio
 
 import pytest
 
-from specserve_operator.cluster.protocol import ClusterError
+from specserve_operator.cluster.protocol import ApplyOutcome, ClusterError
+from specserve_operator.constants import FIELD_MANAGER
 from specserve_operator.core.config import OperatorConfig
 from specserve_operator.core.objects import Manifest, ServiceKey
 from specserve_operator.runtime.reconciler import Reconciler
@@ -222,11 +223,34 @@ async def test_services_that_were_there_before_are_taken_at_the_start() -> None:
         assert len(world.named("Deployment")) == 2
 
 
+async def test_what_pods_refer_to_is_applied_before_what_makes_them_each_of_them_at_once() -> None:
+    world = World()
+    key = world.cluster.put(make_service())
+    started, apply, gate = list[str](), world.cluster.apply, asyncio.Event()
+
+    async def apply_slowly(obj: Manifest, *, field_manager: str = FIELD_MANAGER) -> ApplyOutcome:
+        started.append(obj["kind"])
+        await gate.wait()
+        return await apply(obj, field_manager=field_manager)
+
+    world.cluster.apply = apply_slowly  # type: ignore[method-assign]
+    step = asyncio.ensure_future(world.reconciler.reconcile(key))
+    await settle()
+    assert {"ConfigMap", "ServiceAccount", "ControllerRevision"} <= set(started)
+    assert "Deployment" not in started
+
+    gate.set()
+    await step
+    assert started[-2:] == ["Deployment", "Deployment"]
+
+
 async def test_others_get_their_turn_between_steps_that_change_nothing() -> None:
     world = World(workers=4)
     for number in range(40):
         world.cluster.put(make_service(f"service-{number}"))
     async with world.running():
+        while len(world.reconciler.queue):
+            await settle()
         await world.reconciler.reconfigure(CONFIG)
         assert len(world.reconciler.queue) == 40
 
