@@ -33,7 +33,10 @@ class Cluster(Protocol):
         ...
 
     def changes(self, key: ServiceKey) -> int:
-        """A number that is another one after the service or an object of its has changed. May change without."""
+        """A number that is another one after what the service owns has changed, or it was made anew.
+
+        It may be another one without.
+        """
         ...
 
     async def apply(self, obj: Manifest, *, field_manager: str = FIELD_MANAGER) -> ApplyOutcome:

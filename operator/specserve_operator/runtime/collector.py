@@ -40,7 +40,8 @@ class CollectorOptions:
     `period_seconds`: how often each one is, while `max_calls_per_second` in all allow it. With more pods than that a
     round takes longer: services get their turn one after the other, without waiting for each other's answers.
     `kept_channels`: to so many pods connections are kept open, which takes 100 KB each; to the others each is closed
-    after its call. A new one takes four times the processor of a call: `max_connections_per_second`.
+    after its call. A new one takes five times the processor of a call: `max_connections_per_second`, save to pods of
+    services that were never asked.
     `stale_seconds`: how long the last answer of a pod that answers no more is still given out, at least; and always for
     two and a half rounds.
     """
@@ -49,7 +50,7 @@ class CollectorOptions:
     timeout_seconds: float = 2.0
     max_concurrent_calls: int = 64
     max_calls_per_second: float = 60.0
-    max_connections_per_second: float = 35.0
+    max_connections_per_second: float = 25.0
     kept_channels: int = 512
     window_seconds: float = 300.0
     stale_seconds: float = 15.0
@@ -189,18 +190,20 @@ class StatsCollector:
         addresses = {target.ip for service in services.values() for target in service.targets}
         kept = frozenset(sorted(addresses)[: self._options.kept_channels])
         await self._channels.keep_only(kept)
+        first_seconds = 1 / self._options.max_calls_per_second
         shortest_seconds = max(
-            len(addresses) / self._options.max_calls_per_second,
-            len(addresses - kept) / self._options.max_connections_per_second,
+            len(addresses) * first_seconds, len(addresses - kept) / self._options.max_connections_per_second
         )
+        seconds_each = shortest_seconds / max(len(addresses), 1)
         # A round that is becoming longer must not make the pods at its end look silent.
         self._round_seconds = max(self._round_seconds, shortest_seconds)
         is_paced = shortest_seconds > self._options.period_seconds
         async with asyncio.TaskGroup() as group:
             for key, service in services.items():
+                pause_seconds = (seconds_each if key in self._asked else first_seconds) * len(service.targets)
                 group.create_task(self._take_turn(key, service, wake, kept=kept))
                 if is_paced:
-                    await sleep(self._clock, shortest_seconds * len(service.targets) / len(addresses))
+                    await sleep(self._clock, pause_seconds)
 
     async def _take_turn(
         self, key: ServiceKey, service: _Service, wake: Callable[[ServiceKey], None], *, kept: Container[str]

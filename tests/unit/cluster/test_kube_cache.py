@@ -107,7 +107,20 @@ def test_a_service_is_listed_and_is_none_of_its_own_children() -> None:
     assert cache.owned(KEY) == []
 
 
-def test_changes_count_the_service_and_its_children_only() -> None:
+def test_a_services_own_spec_and_status_are_no_change_but_another_one_under_its_name_is() -> None:
+    cache = ObjectCache()
+    meta = {"name": "coder", "namespace": "llm", "resourceVersion": "2", "uid": "first"}
+    cache.put(SERVICE, {"metadata": meta, "spec": {}})
+    before = cache.changes(KEY)
+
+    status = {"status": {"observedGeneration": 1}}
+    assert cache.put(SERVICE, {"metadata": meta | {"resourceVersion": "3"}, "spec": {}} | status) == {KEY}
+    assert cache.changes(KEY) == before
+    cache.put(SERVICE, {"metadata": meta | {"resourceVersion": "4", "uid": "second"}, "spec": {}})
+    assert cache.changes(KEY) != before
+
+
+def test_changes_count_what_the_service_owns_and_nothing_else() -> None:
     cache = ObjectCache()
     assert cache.changes(KEY) == 0
     cache.put(CONFIG_MAP, child(3))

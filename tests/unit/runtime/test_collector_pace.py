@@ -1,9 +1,6 @@
 """How fast pods are asked, how many at once, and to which of them connections stay open."""
 
 import asyncio
-from typing import Any
-
-import pytest
 
 from specserve_operator.constants import LABEL_POOL
 from specserve_operator.core.objects import ServiceKey
@@ -20,14 +17,9 @@ async def test_calls_are_bounded() -> None:
     assert world.channels.most_running == 3
 
 
-@pytest.mark.parametrize(
-    "limits", [{"max_calls_per_second": 1.0}, {"max_connections_per_second": 1.0, "kept_channels": 0}]
-)
-async def test_many_pods_are_asked_one_service_after_the_other_over_the_whole_period(
-    limits: dict[str, Any],
-) -> None:
+async def test_many_pods_are_asked_one_service_after_the_other_over_the_whole_period() -> None:
     """Four pods at one call a second: the period is four seconds instead of two."""
-    world = World(**limits)
+    world = World(max_calls_per_second=1.0)
     other = world.cluster.put({"metadata": {"name": "other"}, "spec": {}})
     for i in range(1, 5):
         world.pod(f"d{i}", f"10.0.0.{i}")
@@ -98,7 +90,7 @@ async def test_connections_are_kept_to_so_many_pods_and_closed_after_the_answer_
     assert (world.channels.kept, world.channels.dropped) == ({"10.0.0.1", "10.0.0.2"}, ["10.0.0.3"])
 
 
-async def test_a_round_is_as_long_as_the_new_connections_take() -> None:
+async def test_a_round_is_as_long_as_the_new_connections_take_but_for_pods_that_were_never_asked() -> None:
     """Three pods, connections to two of them: four seconds, though three calls a second may be made."""
     world = World(kept_channels=1, max_calls_per_second=3.0, max_connections_per_second=0.5)
     for i in range(3):
@@ -106,9 +98,16 @@ async def test_a_round_is_as_long_as_the_new_connections_take() -> None:
         pod = world.cluster.add_pod(f"p{i}", key, labels={LABEL_POOL: "decode"})
         pod["status"]["podIP"] = f"10.0.0.{i}"
     running = asyncio.create_task(world.collector.run(wake=lambda key: None))
-    for _ in range(120):
-        world.clock.advance(0.1)
-        await settle()
-    assert sum(ip.startswith("10.0.0.") for ip in world.channels.asked) == 9
+
+    async def asked_until(seconds: float) -> int:
+        while world.clock.time() < seconds:
+            world.clock.advance(0.1)
+            await settle()
+        return sum(ip.startswith("10.0.0.") for ip in world.channels.asked)
+
+    began = world.clock.time()
+    assert await asked_until(began + 1.9) == 3
+    assert await asked_until(began + 5.8) == 6
+    assert await asked_until(began + 9.8) == 9
     running.cancel()
     await settle()

@@ -40,9 +40,12 @@ _Place = tuple[str, str, str]
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
+    """`uid`: of a service, else empty."""
+
     version: int
     service: ServiceKey | None
     packed: bytes
+    uid: str
 
     def load(self) -> Manifest:
         obj: Manifest = json.loads(zlib.decompress(self.packed))
@@ -51,7 +54,7 @@ class _Entry:
 
 @dataclass(slots=True)
 class _Family:
-    """A service's objects. `changes` counts what happened to them."""
+    """A service's objects. `changes`: as in `ObjectCache.changes`."""
 
     refs: dict[ObjectRef, None] = field(default_factory=dict)
     changes: int = 0
@@ -78,7 +81,8 @@ class ObjectCache:
         if version and version <= max(known.version if known else 0, self._tombstones.get(ref, 0)):
             return set()
         text = json.dumps(kind.slim(obj), separators=(",", ":")).encode()
-        entry = _Entry(version, service_of(kind, obj), zlib.compress(text, level=1))
+        uid = obj["metadata"].get("uid", "") if kind is SERVICE else ""
+        entry = _Entry(version, service_of(kind, obj), zlib.compress(text, level=1), uid)
         self._entries[ref] = entry
         self._places.setdefault(_place(ref), {})[ref] = None
         return self._note(ref, known, entry)
@@ -129,7 +133,10 @@ class ObjectCache:
         return [ServiceKey(ref.namespace, ref.name) for ref in self.refs(SERVICE)]
 
     def changes(self, key: ServiceKey) -> int:
-        """A number that is another one whenever an object of the service has changed; 0 for an unknown one."""
+        """A number that is another one whenever what the service owns has changed, or it was made anew.
+
+        0 for an unknown one. Its own spec and status do not count: the status is written every few seconds.
+        """
         family = self._families.get(key)
         return 0 if family is None else family.changes
 
@@ -139,6 +146,9 @@ class ObjectCache:
     def _note(self, ref: ObjectRef, before: _Entry | None, now: _Entry | None) -> set[ServiceKey]:
         """Keeps families in step with a change of one object; its label may have changed too."""
         old, new = before.service if before else None, now.service if now else None
+        touched = {key for key in (old, new) if key is not None}
+        if before and now and ref.kind == SERVICE.name and before.uid == now.uid:
+            return touched
         self._changes += 1
         if old is not None and old != new:
             family = self._families[old]
@@ -150,7 +160,7 @@ class ObjectCache:
             family = self._families.setdefault(new, _Family())
             family.refs[ref] = None
             family.changes = self._changes
-        return {key for key in (old, new) if key is not None}
+        return touched
 
     def _remove(self, ref: ObjectRef, known: _Entry) -> set[ServiceKey]:
         del self._entries[ref]

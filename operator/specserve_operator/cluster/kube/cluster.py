@@ -23,9 +23,10 @@ from specserve_operator.cluster.kube.repairs import RepairLimit
 from specserve_operator.cluster.kube.schema import Schema, prune_to
 from specserve_operator.cluster.protocol import ApplyOutcome, ClusterError
 from specserve_operator.cluster.wakeups import DirtyKeys
-from specserve_operator.constants import FIELD_MANAGER, MANAGED_BY
+from specserve_operator.constants import ANNOTATION_SPEC_HASH, FIELD_MANAGER, MANAGED_BY
 from specserve_operator.core.names import LABEL_MANAGED_BY
 from specserve_operator.core.objects import Event, Manifest, ObjectRef, ServiceKey
+from specserve_operator.core.revision import digest
 
 _LOG = logging.getLogger(__name__)
 
@@ -44,7 +45,7 @@ class _Applied:
     `version`: of the newest state in which the object still was so.
     """
 
-    rendered: int
+    rendered: str
     owned: int
     version: int
 
@@ -142,14 +143,14 @@ class KubeCluster:
         return self.cache.owned(key)
 
     def changes(self, key: ServiceKey) -> int:
-        """A number that is another one whenever the service or an object of its has changed."""
+        """A number that is another one whenever what the service owns has changed, or it was made anew."""
         return self.cache.changes(key)
 
     async def apply(self, obj: Manifest, *, field_manager: str = FIELD_MANAGER) -> ApplyOutcome:
         """Server-side apply. No request is sent for what was applied before and is still as it was then."""
         if field_manager != FIELD_MANAGER:
             return await self._seed(obj, field_manager)
-        ref, rendered = ObjectRef.of(obj), hash(repr(obj))
+        ref, rendered = ObjectRef.of(obj), _content(obj)
         known, version = self._applied.get(ref), self.cache.version(ref)
         if version and known is not None and (known.rendered, known.version) == (rendered, version):
             return ApplyOutcome.UNCHANGED
@@ -303,7 +304,12 @@ def _outcome(before: int, after: int) -> ApplyOutcome:
     return ApplyOutcome.UNCHANGED if after == before else ApplyOutcome.CONFIGURED
 
 
-def _is_applied(known: _Applied | None, rendered: int, obj: Manifest, live: Manifest) -> bool:
+def _content(obj: Manifest) -> str:
+    """What tells a rendered object from any other: the hash that it carries, or its own."""
+    return (obj["metadata"].get("annotations") or {}).get(ANNOTATION_SPEC_HASH) or digest(obj)
+
+
+def _is_applied(known: _Applied | None, rendered: str, obj: Manifest, live: Manifest) -> bool:
     """True if an apply would change nothing. What an earlier process applied is known by its values alone: among them
     is the hash of all that was rendered then."""
     if known is None:
