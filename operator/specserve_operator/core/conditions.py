@@ -283,6 +283,7 @@ def _without_stats(snapshot: Snapshot, previous: PreviousCondition | None) -> Ju
     if not any(p.is_serving for p in snapshot.pool_pods(Pool.DECODE)):
         return Judgement(UNKNOWN, Reason.PENDING, "no decode pod is ready")
     last = previous.as_judgement() if previous is not None else None
-    if not snapshot.are_pods_asked and last is not None and last.reason in _MEASURED:
+    is_of_this_spec = snapshot.service.status.get("observedGeneration") == snapshot.service.metadata.generation
+    if not snapshot.are_pods_asked and is_of_this_spec and last is not None and last.reason in _MEASURED:
         return last
     return Judgement(UNKNOWN, Reason.METRICS_STALE, "no decode pod answers with statistics")

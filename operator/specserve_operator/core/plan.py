@@ -116,7 +116,9 @@ class Plan:
 def plan(snapshot: Snapshot) -> Plan:
     """The next state of everything that belongs to the service."""
     service, config = snapshot.service, snapshot.config
-    runtime_state = plan_runtime_state(service, snapshot.others)
+    runtime_state = plan_runtime_state(
+        service, snapshot.others, in_force=[s.speculation.generation for s in snapshot.pod_stats]
+    )
     problems = find_problems(service, config)
     if problems:
         return Plan(service, config, runtime_state, problems=problems)

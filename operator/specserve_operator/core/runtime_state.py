@@ -10,12 +10,13 @@ from specserve_operator.core.names import runtime_config_name
 from specserve_operator.core.objects import Manifest
 
 STATE_VERSION = 1
+MAX_GENERATION = 2**53  # what every reader of JSON knows exactly
 POLICY_OFF = "Off"
 
 
 @dataclass(frozen=True, slots=True)
 class RuntimeState:
-    """Lengths in draft tokens a sequence and step. `generation` is that of the spec that first asked for the settings.
+    """Lengths in draft tokens a sequence and step. `generation` goes up with every change of the settings.
 
     `policy` is `Off`, `Static` or `DSDE`; `cap` is `None` or `Mean`.
     """
@@ -40,24 +41,33 @@ class RuntimeState:
         return json.dumps(state, indent=1) + "\n"
 
 
-def plan_runtime_state(service: SpeculativeService, children: Iterable[Manifest]) -> RuntimeState:
+def plan_runtime_state(
+    service: SpeculativeService, children: Iterable[Manifest], *, in_force: Iterable[int] = ()
+) -> RuntimeState:
     """The settings that the spec asks for. Those that `children` hold already keep their generation.
 
-    So a change of anything else is no news to the pods.
+    So a change of anything else is no news to the pods. Other settings are of the spec's generation, or a later one:
+    pods refuse what is older than what they have, be it that of a service which had this name before. `in_force`: the
+    generations that pods say they have.
     """
     asked, name = _asked_settings(service), runtime_config_name(service.metadata.name)
-    held = next((c for c in children if (c["kind"], c["metadata"]["name"]) == ("ConfigMap", name)), {})
-    text = (held.get("data") or {}).get(RUNTIME_FILE, "")
-    kept = replace(asked, generation=min(max(_generation(text), 0), asked.generation))
-    return kept if kept.to_json() == text else asked
+    found = next((c for c in children if (c["kind"], c["metadata"]["name"]) == ("ConfigMap", name)), {})
+    text = (found.get("data") or {}).get(RUNTIME_FILE, "")
+    held = _generation(text)
+    newest = max((number for number in in_force if number < MAX_GENERATION), default=0)
+    kept = replace(asked, generation=held)
+    if held >= newest and kept.to_json() == text:
+        return kept
+    return replace(asked, generation=max(asked.generation, held + 1, newest + 1))
 
 
 def _generation(text: str) -> int:
-    """Of a state file; 0 if it is none."""
+    """Of a state file; 0 if it is none, or has a number that cannot be of ours."""
     try:
-        return int(json.loads(text)["generation"])
-    except (ValueError, TypeError, KeyError, OverflowError):
+        number = json.loads(text)["generation"]
+    except (ValueError, TypeError, KeyError, RecursionError):
         return 0
+    return number if type(number) is int and 0 <= number < MAX_GENERATION else 0
 
 
 def _asked_settings(service: SpeculativeService) -> RuntimeState:

@@ -1,4 +1,4 @@
-"""All objects of a service, in the order of application: what pods refer to comes before the pods."""
+"""All objects of a service."""
 
 from specserve_operator.core.launch import has_certificates
 from specserve_operator.core.names import Pool

@@ -40,8 +40,8 @@ class CollectorOptions:
     `period_seconds`: how often each one is, while `max_calls_per_second` in all allow it. With more pods than that a
     round takes longer: services get their turn one after the other, without waiting for each other's answers.
     `kept_channels`: to so many pods connections are kept open, which takes 100 KB each; to the others each is closed
-    after its call. A new one takes five times the processor of a call: `max_connections_per_second`, save to pods of
-    services that were never asked.
+    after its call. A new one takes five times the processor of a call: `max_connections_per_second`. Services with pods
+    that were never asked come first, and as fast as calls may.
     `stale_seconds`: how long the last answer of a pod that answers no more is still given out, at least; and always for
     two and a half rounds.
     """
@@ -152,11 +152,11 @@ class StatsCollector:
         return total
 
     def has_asked(self, key: ServiceKey) -> bool:
-        """Whether the service's pods were asked since the start, and had time to answer."""
+        """Whether the service had its turn since the start: all its pods that are ready were asked."""
         return key in self._asked
 
     def hasten(self) -> None:
-        """Asks all pods now rather than at the end of the period: settings have changed."""
+        """Begins the next round when this one is over, rather than after a pause: settings have changed."""
         self._hasten.set()
 
     async def run(self, *, wake: Callable[[ServiceKey], None]) -> None:
@@ -190,20 +190,27 @@ class StatsCollector:
         addresses = {target.ip for service in services.values() for target in service.targets}
         kept = frozenset(sorted(addresses)[: self._options.kept_channels])
         await self._channels.keep_only(kept)
-        first_seconds = 1 / self._options.max_calls_per_second
-        shortest_seconds = max(
-            len(addresses) * first_seconds, len(addresses - kept) / self._options.max_connections_per_second
-        )
-        seconds_each = shortest_seconds / max(len(addresses), 1)
+        turns = {key: self._turn_seconds(key, service, kept) for key, service in services.items()}
         # A round that is becoming longer must not make the pods at its end look silent.
+        shortest_seconds = sum(turns.values())
         self._round_seconds = max(self._round_seconds, shortest_seconds)
         is_paced = shortest_seconds > self._options.period_seconds
         async with asyncio.TaskGroup() as group:
-            for key, service in services.items():
-                pause_seconds = (seconds_each if key in self._asked else first_seconds) * len(service.targets)
-                group.create_task(self._take_turn(key, service, wake, kept=kept))
+            for key in sorted(services, key=lambda key: not self._has_new(key, services[key])):
+                group.create_task(self._take_turn(key, services[key], wake, kept=kept))
                 if is_paced:
-                    await sleep(self._clock, pause_seconds)
+                    await sleep(self._clock, turns[key])
+
+    def _has_new(self, key: ServiceKey, service: _Service) -> bool:
+        """Whether a pod was never asked."""
+        return any(target.uid not in self._known[key].pods for target in service.targets)
+
+    def _turn_seconds(self, key: ServiceKey, service: _Service, kept: Container[str]) -> float:
+        """How long the next service has to wait."""
+        call_seconds = 1 / self._options.max_calls_per_second
+        connection_seconds = max(1 / self._options.max_connections_per_second, call_seconds)
+        is_new = self._has_new(key, service)
+        return sum(call_seconds if is_new or t.ip in kept else connection_seconds for t in service.targets)
 
     async def _take_turn(
         self, key: ServiceKey, service: _Service, wake: Callable[[ServiceKey], None], *, kept: Container[str]
@@ -255,6 +262,7 @@ class StatsCollector:
             known = self._known.get(key)
             if known is None or known.service_uid != service.uid:
                 known = self._known[key] = _Known(service.uid)
+                self._asked.discard(key)
             for uid in known.pods.keys() - service.pod_uids:
                 known.gone = known.gone.merge(known.pods.pop(uid).kv_transfer)
 

@@ -210,7 +210,7 @@ class Reconciler:
         return refused
 
     async def _apply(self, rendered: Iterable[Manifest]) -> dict[ObjectRef, ClusterError]:
-        """Applies everything: first what pods refer to, then what makes pods, each of them at once.
+        """Applies everything, step by step; the objects of one step concurrently.
 
         Returns what could not be applied, which keeps nothing else from it.
         """
@@ -222,10 +222,10 @@ class Reconciler:
             except ClusterError as error:
                 refused[ObjectRef.of(obj)] = error
 
-        for makes_pods in (False, True):
+        for step in sorted({_step_of(obj) for obj in objects}):
             async with asyncio.TaskGroup() as group:
                 for obj in objects:
-                    if (obj["kind"] == _WORKLOAD) is makes_pods:
+                    if _step_of(obj) == step:
                         group.create_task(apply(obj))
         if outcomes - {ApplyOutcome.UNCHANGED}:
             self._stats.hasten()
@@ -335,6 +335,12 @@ class Reconciler:
             return self.queue.add_rate_limited(key)
         self.queue.add_after(key, self._options.refused_retry_seconds)
         return self._options.refused_retry_seconds
+
+
+def _step_of(obj: Manifest) -> int:
+    """What is referred to comes first: by pods all but what makes them, by a RoleBinding its Role, which the API server
+    looks up."""
+    return {"RoleBinding": 1, _WORKLOAD: 2}.get(obj["kind"], 0)
 
 
 def _raise_first(failures: Sequence[ClusterError]) -> None:

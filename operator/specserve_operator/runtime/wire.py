@@ -5,6 +5,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+from specserve_operator.core.runtime_state import MAX_GENERATION
 from specserve_operator.core.stats import (
     Histogram,
     KvTransferStats,
@@ -44,7 +45,7 @@ def parse_state_file(text: str) -> DesiredSpeculation:
         state = json.loads(text)
         speculation = state["speculation"]
         return DesiredSpeculation(
-            generation=int(state["generation"]),
+            generation=_generation(state["generation"]),
             settings=SpeculationSettings(
                 policy=str(speculation["policy"]),
                 cap=str(speculation["cap"]),
@@ -55,6 +56,14 @@ def parse_state_file(text: str) -> DesiredSpeculation:
         )
     except (KeyError, TypeError) as error:
         raise ValueError(f"the run-time state has no {error}") from error
+    except (OverflowError, RecursionError) as error:
+        raise ValueError(f"the run-time state is none: {error}") from error
+
+
+def _generation(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_GENERATION:
+        raise ValueError(f"the run-time state's generation is {str(value)[:40]}")
+    return value
 
 
 def settings_request(desired: DesiredSpeculation) -> control_pb2.SetSpeculationRequest:

@@ -39,6 +39,16 @@ def test_service_gets_the_objects_that_serve_it_and_becomes_ready(tenant: Tenant
     assert len(tenant.ready_pods("decode")) == 2
 
 
+def test_nothing_of_a_new_service_is_refused(tenant: Tenant) -> None:
+    """Objects are applied concurrently, but a binding not before its role, which the API server looks up."""
+    names = [f"s{number}" for number in range(12)]
+    for name in names:
+        tenant.apply(service(name))
+    for name in names:
+        tenant.wait_ready(name)
+    assert [e["message"] for name in names for e in tenant.events("ApplyFailed", name)] == []
+
+
 def test_every_object_names_its_service_and_its_owner(tenant: Tenant) -> None:
     tenant.apply(service())
     owner = tenant.wait_ready()

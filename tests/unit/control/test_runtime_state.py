@@ -40,6 +40,7 @@ def test_fields_of_a_newer_operator_are_ignored():
         (json.dumps(DOCUMENT | {"generation": "3"}), "generation"),
         (json.dumps(DOCUMENT | {"generation": True}), "generation"),
         (json.dumps(DOCUMENT | {"generation": -1}), "generation"),
+        (json.dumps(DOCUMENT | {"generation": 2**63}), "generation"),
         (json.dumps({"version": 1, "generation": 1}), "speculation"),
         (json.dumps(DOCUMENT | {"speculation": SPECULATION | {"policy": "Best"}}), "speculation.policy"),
         (json.dumps(DOCUMENT | {"speculation": SPECULATION | {"maxTokens": 65}}), "speculation.maxTokens"),

@@ -5,7 +5,7 @@ from specserve_operator.core.objects import ObjectRef
 from specserve_operator.runtime.collector import CollectorOptions, StatsCollector
 from specserve_protos.v1alpha1 import control_pb2 as pb
 from tests.fakes.channels import FakeChannels
-from tests.fakes.clock import FakeClock
+from tests.fakes.clock import FakeClock, settle
 from tests.fakes.cluster import MemoryCluster
 
 SERVICE = {"metadata": {"name": "tiny"}, "spec": {}}
@@ -42,6 +42,12 @@ class World:
             speculation=pb.SpeculationStats(generation=generation),
             kv_transfer=pb.KvTransferStats(remote_prefills=transfers),
         )
+
+    async def pass_time(self, seconds: float) -> None:
+        end = self.clock.time() + seconds
+        while self.clock.time() < end - 1e-9:
+            self.clock.advance(0.1)
+            await settle()
 
     def runtime_state(self, text: str = STATE) -> None:
         config_map = {

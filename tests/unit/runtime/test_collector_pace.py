@@ -91,7 +91,7 @@ async def test_connections_are_kept_to_so_many_pods_and_closed_after_the_answer_
 
 
 async def test_a_round_is_as_long_as_the_new_connections_take_but_for_pods_that_were_never_asked() -> None:
-    """Three pods, connections to two of them: four seconds, though three calls a second may be made."""
+    """Three pods, connections to two of them: more than four seconds, though three calls a second may be made."""
     world = World(kept_channels=1, max_calls_per_second=3.0, max_connections_per_second=0.5)
     for i in range(3):
         key = world.cluster.put({"metadata": {"name": f"s{i}"}, "spec": {}})
@@ -99,15 +99,44 @@ async def test_a_round_is_as_long_as_the_new_connections_take_but_for_pods_that_
         pod["status"]["podIP"] = f"10.0.0.{i}"
     running = asyncio.create_task(world.collector.run(wake=lambda key: None))
 
-    async def asked_until(seconds: float) -> int:
-        while world.clock.time() < seconds:
-            world.clock.advance(0.1)
-            await settle()
-        return sum(ip.startswith("10.0.0.") for ip in world.channels.asked)
-
-    began = world.clock.time()
-    assert await asked_until(began + 1.9) == 3
-    assert await asked_until(began + 5.8) == 6
-    assert await asked_until(began + 9.8) == 9
+    await world.pass_time(1.9)
+    assert len(world.channels.asked) == 3
+    await world.pass_time(4.2)  # 1/3 s to the first, 2 s to each of the others
+    assert len(world.channels.asked) == 6
+    await world.pass_time(4.3)
+    assert len(world.channels.asked) == 9
     running.cancel()
+    await settle()
+
+
+async def test_pods_that_were_never_asked_come_first() -> None:
+    world = World(max_calls_per_second=10.0, max_connections_per_second=0.5, kept_channels=0)
+    for i in range(4):
+        key = world.cluster.put({"metadata": {"name": f"s{i}"}, "spec": {}})
+        pod = world.cluster.add_pod(f"p{i}", key, labels={LABEL_POOL: "decode"}, ready=i < 3)
+        pod["status"]["podIP"] = f"10.0.0.{i}"
+        world.answer(f"p{i}", f"10.0.0.{i}")
+    running = asyncio.create_task(world.collector.run(wake=lambda key: None))
+    await world.pass_time(4.0)
+    assert world.channels.asked[:3] == ["10.0.0.0", "10.0.0.1", "10.0.0.2"]
+
+    pod["status"]["conditions"] = [{"type": "Ready", "status": "True"}]
+    asked = len(world.channels.asked)
+    await world.pass_time(8.0)
+    assert "10.0.0.3" in world.channels.asked[asked : asked + 3]
+    running.cancel()
+    await settle()
+
+
+async def test_a_service_that_is_made_anew_was_not_asked() -> None:
+    world = World()
+    world.pod("d", "10.0.0.1")
+    await world.collector.poll()
+    assert world.collector.has_asked(world.key)
+    world.channels.hung["10.0.0.1"] = world.clock
+    world.make_service_anew()
+    polling = asyncio.ensure_future(world.collector.poll())
+    await settle()
+    assert not world.collector.has_asked(world.key)
+    polling.cancel()
     await settle()

@@ -249,8 +249,9 @@ async def test_others_get_their_turn_between_steps_that_change_nothing() -> None
     for number in range(40):
         world.cluster.put(make_service(f"service-{number}"))
     async with world.running():
-        while len(world.reconciler.queue):
+        while world.cluster.status_writes < 40:
             await settle()
+        await settle()
         await world.reconciler.reconfigure(CONFIG)
         assert len(world.reconciler.queue) == 40
 

@@ -133,6 +133,16 @@ async def test_a_status_that_is_written_before_any_pod_has_answered_is_no_news()
     assert world.totals == before
 
 
+async def test_what_was_measured_under_another_spec_does_not_stand() -> None:
+    world = await world_with_history()
+    world.restart_control_plane()
+    world.cluster.put({**SERVICE, "spec": {**SERVICE["spec"], "decode": {"replicas": 3}}})
+
+    await world.reconciler.reconcile(world.key)
+
+    assert world.kv_transfer_ready == ("Unknown", "MetricsStale")
+
+
 async def test_what_was_measured_stands_until_the_pods_have_been_asked_again() -> None:
     world = await world_with_history()
     before, writes = world.cluster.services[world.key]["status"], world.cluster.status_writes

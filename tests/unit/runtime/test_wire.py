@@ -27,7 +27,19 @@ def test_the_state_file_is_what_pods_are_hastened_to() -> None:
     assert request.settings.max_tokens == 8
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"generation": 1, "speculation": {"policy": "DSDE"}}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "{}",
+        '{"generation": 1, "speculation": {"policy": "DSDE"}}',
+        "[" * 100_000,
+        STATE.replace('"generation": 3', '"generation": 1e999'),
+        STATE.replace('"generation": 3', f'"generation": {2**63}'),
+        STATE.replace('"maxTokens": 8', '"maxTokens": 1e999'),
+    ],
+)
 def test_a_broken_state_file_is_a_value_error(text: str) -> None:
     with pytest.raises(ValueError, match=r".+"):
         parse_state_file(text)

@@ -13,6 +13,7 @@ from specserve_workers.speculation.settings import SettingsError, SpeculationSet
 logger = logging.getLogger(__name__)
 
 VERSION: Final = 1
+MAX_GENERATION: Final = 2**53
 POLL_SECONDS: Final = 1.0
 
 
@@ -45,8 +46,8 @@ def parse_runtime_state(text: str) -> RuntimeState:
     if document.get("version") != VERSION:
         raise RuntimeStateError(f"version must be {VERSION}, not {document.get('version')!r}")
     generation = document.get("generation")
-    if not isinstance(generation, int) or isinstance(generation, bool) or generation < 0:
-        raise RuntimeStateError(f"generation must be a whole number of 0 or more, not {generation!r}")
+    if not isinstance(generation, int) or isinstance(generation, bool) or not 0 <= generation <= MAX_GENERATION:
+        raise RuntimeStateError(f"generation must be a whole number between 0 and 2**53, not {str(generation)[:40]!r}")
     try:
         return RuntimeState(generation, parse_settings(document.get("speculation")))
     except SettingsError as error:
