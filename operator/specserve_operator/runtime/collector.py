@@ -30,6 +30,8 @@ from specserve_operator.runtime.wire import (
 _LOG = logging.getLogger(__name__)
 # A pod's turn may come a little late; two missed turns are silence.
 _STALE_ROUNDS = 2.5
+# How much of what was missed is caught up on.
+_LATE_SECONDS = 1.0
 _SERVING_POOLS = frozenset({Pool.PREFILL, Pool.DECODE})
 
 
@@ -195,11 +197,15 @@ class StatsCollector:
         shortest_seconds = sum(turns.values())
         self._round_seconds = max(self._round_seconds, shortest_seconds)
         is_paced = shortest_seconds > self._options.period_seconds
+        due = self._clock.time()
         async with asyncio.TaskGroup() as group:
             for key in sorted(services, key=lambda key: not self._has_new(key, services[key])):
                 group.create_task(self._take_turn(key, services[key], wake, kept=kept))
                 if is_paced:
-                    await sleep(self._clock, turns[key])
+                    # By the clock, so that turns which come late, as in a busy start, make no round longer.
+                    now = self._clock.time()
+                    due = max(due, now - _LATE_SECONDS) + turns[key]
+                    await sleep(self._clock, max(due - now, 0.0))
 
     def _has_new(self, key: ServiceKey, service: _Service) -> bool:
         """Whether a pod was never asked."""

@@ -140,3 +140,22 @@ async def test_a_service_that_is_made_anew_was_not_asked() -> None:
     assert not world.collector.has_asked(world.key)
     polling.cancel()
     await settle()
+
+
+async def test_turns_that_come_late_make_no_round_longer() -> None:
+    """A busy event loop wakes only every half a second; a turn is due every tenth."""
+    world = World(max_calls_per_second=10.0)
+    for i in range(40):
+        key = world.cluster.put({"metadata": {"name": f"s{i}"}, "spec": {}})
+        pod = world.cluster.add_pod(f"p{i}", key, labels={LABEL_POOL: "decode"})
+        pod["status"]["podIP"] = f"10.0.0.{i}"
+    running = asyncio.create_task(world.collector.run(wake=lambda key: None))
+    await settle()
+    for _ in range(8):
+        world.clock.advance(0.5)
+        for _ in range(6):  # turns that are late are taken one after the other
+            await settle()
+            world.clock.advance(0.0)
+    assert len(world.channels.asked) == 40
+    running.cancel()
+    await settle()
