@@ -96,6 +96,8 @@ def main() -> int:
     parser.add_argument("groups", nargs="*", metavar="GROUP", help="default: all")
     parser.add_argument("--jobs", type=int, default=2, help="engine modules at a time")
     arguments = parser.parse_args()
+    if unknown := set(arguments.groups) - set(GROUPS):
+        parser.error(f"no such group: {', '.join(sorted(unknown))}; there are {', '.join(GROUPS)}")
     results = run_groups(arguments.groups or GROUPS, arguments.jobs)
     print_summary(results)
     return 0 if all(result.exit_code == 0 and result.passed for result in results) else 1
