@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from specserve_protos.v1alpha1 import control_pb2 as pb
-from tests.fakes.engine.process import FakePod, eventually
+from tests.fakes.engine.process import FakePod
+from tests.fakes.waiting import wait_until
 
 PROMPT = (
     "A prefill pod reads the prompt and keeps what it has computed until a decode pod has fetched it, block by block. "
@@ -82,4 +83,4 @@ def settled_stats(pod: FakePod) -> pb.GetStatsResponse:
 
 def stats_when(pod: FakePod, condition: Callable[[pb.GetStatsResponse], object]) -> pb.GetStatsResponse:
     """The first statistics of which this is true: the engine's own numbers follow within a second or so."""
-    return eventually(lambda: stats if condition(stats := pod.stats()) else None)
+    return wait_until(lambda: stats if condition(stats := pod.stats()) else None)

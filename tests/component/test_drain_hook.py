@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from tests.fakes.engine import ROOT
-from tests.fakes.engine.process import FakePod, eventually
+from tests.fakes.engine.process import FakePod
+from tests.fakes.waiting import wait_until
 
 HOOK = [sys.executable, "-m", "specserve_workers.drain"]
 
@@ -37,7 +38,7 @@ class Request:
         self.answer: tuple[int, Any] = (0, None)
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
-        eventually(lambda: pod.stats().requests.running == 1)
+        wait_until(lambda: pod.stats().requests.running == 1)
 
     def _run(self) -> None:
         body = {"model": "fake", "prompt": "x", "max_tokens": self._tokens}
@@ -53,7 +54,7 @@ def test_the_hook_waits_for_running_requests_and_the_signal_after_it_for_nothing
     with FakePod("decode", tmp_path, behaviour={"time_per_output_token_ms": 30}) as pod:
         request = Request(pod, 40)
         hook = start_hook(pod.run_dir)
-        eventually(lambda: pod.get("/ready")[0] == 503)
+        wait_until(lambda: pod.get("/ready")[0] == 503)
         assert pod.post("/v1/completions", {"model": "fake", "prompt": "x"})[0] == 503
         status, answer = request.end()
         assert (status, len(answer["choices"][0]["text"].split())) == (200, 40)
@@ -83,7 +84,7 @@ def test_draining_goes_on_without_the_hook(tmp_path: Path) -> None:
     with FakePod("decode", tmp_path, behaviour={"time_per_output_token_ms": 30}) as pod:
         request = Request(pod, 40)
         hook = start_hook(pod.run_dir)
-        eventually(lambda: pod.get("/ready")[0] == 503)
+        wait_until(lambda: pod.get("/ready")[0] == 503)
         hook.kill()
         hook.communicate()
         assert request.end()[0] == 200
@@ -123,7 +124,7 @@ def test_a_pod_that_dies_while_it_drains_fails_the_hook(tmp_path: Path) -> None:
     with FakePod("decode", tmp_path, behaviour={"time_per_output_token_ms": 30}) as pod:
         request = Request(pod, 300)
         hook = start_hook(pod.run_dir)
-        eventually(lambda: pod.get("/ready")[0] == 503)
+        wait_until(lambda: pod.get("/ready")[0] == 503)
         pod.kill()
         assert hook.communicate(timeout=30)[0] == "the pod ended before it was drained\n"
         assert hook.returncode == 1

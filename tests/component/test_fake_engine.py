@@ -27,7 +27,8 @@ from tests.component.fake_pod_support import (
     stats_when,
 )
 from tests.fakes.engine.image import INSTALLED, lay_out
-from tests.fakes.engine.process import FakePod, eventually
+from tests.fakes.engine.process import FakePod
+from tests.fakes.waiting import wait_until
 from tests.unit.core.builders import disaggregated, make_snapshot
 from tests.unit.identity.builders import certified_files, make_authority
 
@@ -131,7 +132,7 @@ def test_pods_with_certificates_serve_each_other_over_tls(tmp_path: Path) -> Non
     with prefill, decode:
         assert prefill.post("/v1/completions", {"prompt": PROMPT})[0] == 403
         assert len(decode.text(PROMPT, max_tokens=7).split()) == 7
-        eventually(lambda: decode.metric("specserve_worker_kv_loaded_tokens_total") > 0)
+        wait_until(lambda: decode.metric("specserve_worker_kv_loaded_tokens_total") > 0)
         assert prefill.steer(kv_delay_ms=1)["kv_delay_ms"] == 1
         with pytest.raises(grpc.RpcError):
             decode.stats(timeout_seconds=2)
@@ -149,7 +150,7 @@ def test_start_that_fails_says_why_in_the_last_line(tmp_path: Path) -> None:
 def test_pod_that_is_told_to_stop_while_it_starts_ends_at_once(tmp_path: Path) -> None:
     pod = FakePod("decode", tmp_path, behaviour={"startup_seconds": 60})
     pod.start()
-    eventually(lambda: "fake engine starts" in pod.log)
+    wait_until(lambda: "fake engine starts" in pod.log)
     assert pod.get("/ready")[0] == 0
     pod.terminate()
     assert pod.wait_ended() == 143
@@ -231,8 +232,8 @@ def test_clients_that_leave_end_their_request(service: Service) -> None:
     before = pod.stats()
     status, _ = pod.post("/v1/completions", {"model": "fake", "prompt": "x", "max_tokens": 200}, timeout_seconds=0.3)
     assert status == 0
-    eventually(lambda: pod.stats().requests.cancelled - before.requests.cancelled == 1)
-    eventually(lambda: pod.metric("vllm:num_requests_running") == 0)
+    wait_until(lambda: pod.stats().requests.cancelled - before.requests.cancelled == 1)
+    wait_until(lambda: pod.metric("vllm:num_requests_running") == 0)
     assert pod.metric("vllm:kv_cache_usage_perc") == 0
 
 
@@ -340,7 +341,7 @@ def test_the_state_file_is_obeyed(service: Service) -> None:
     speculation = {"policy": "Off", "cap": "None", "minTokens": 0, "maxTokens": 4, "staticTokens": 0}
     state = {"version": 1, "generation": generation, "speculation": speculation}
     pod.runtime_state.write_text(json.dumps(state))
-    eventually(lambda: pod.stats().speculation.generation == generation)
+    wait_until(lambda: pod.stats().speculation.generation == generation)
     before = pod.stats()
     pod.complete("x", max_tokens=11)
     steps = before.speculation.steps_without_draft + 10

@@ -23,7 +23,8 @@ from tests.component.fake_pod_support import (
     settled_stats,
     stats_when,
 )
-from tests.fakes.engine.process import FakePod, eventually
+from tests.fakes.engine.process import FakePod
+from tests.fakes.waiting import wait_until
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +77,7 @@ def test_hanging_engine_answers_probes_and_goes_on_later(service: Service) -> No
     pod.steer(hang_requests=True)
     with ThreadPoolExecutor(1) as thread:
         waiting = thread.submit(pod.text, PROMPT, max_tokens=2)
-        eventually(lambda: pod.stats().requests.running == 1)
+        wait_until(lambda: pod.stats().requests.running == 1)
         assert (pod.get("/health")[0], pod.get("/ready")[0]) == (200, 200)
         assert not waiting.done()
         pod.steer(hang_requests=False)
@@ -166,8 +167,8 @@ def test_clients_that_leave_while_blocks_are_on_their_way_leave_nothing_behind(s
     assert pod.post("/v1/completions", body, timeout_seconds=0.3)[0] == 0
     after = stats_when(pod, lambda now: now.requests.cancelled > before.requests.cancelled)
     assert after.requests.running == 0
-    eventually(lambda: pod.metric("vllm:kv_cache_usage_perc") == 0)
-    eventually(lambda: service.prefill.metric("vllm:kv_cache_usage_perc") == 0)
+    wait_until(lambda: pod.metric("vllm:kv_cache_usage_perc") == 0)
+    wait_until(lambda: service.prefill.metric("vllm:kv_cache_usage_perc") == 0)
     assert fallbacks(pod.stats()) == fallbacks(before)
 
 
@@ -178,7 +179,7 @@ def test_sequences_wait_for_room_in_the_kv_cache(tmp_path: Path) -> None:
         assert psutil.Process(pod.process.pid).memory_info().rss > 90 << 20
         with ThreadPoolExecutor(2) as threads:
             both = [threads.submit(pod.text, f"prompt {n}", max_tokens=100) for n in range(2)]
-            eventually(lambda: pod.metric("vllm:num_requests_waiting") == 1)
+            wait_until(lambda: pod.metric("vllm:num_requests_waiting") == 1)
             assert pod.metric("vllm:num_requests_running") == 1
             assert pod.metric("vllm:kv_cache_usage_perc") == pytest.approx(0.7)
             assert [len(text.result(20).split()) for text in both] == [100, 100]
@@ -208,15 +209,15 @@ def test_engine_that_dies_within_an_answer_ends_the_pod_with_its_reason(tmp_path
 def test_signal_to_stop_drains_or_is_ignored_by_order(tmp_path: Path) -> None:
     with FakePod("decode", tmp_path, behaviour={"ignore_sigterm": True, "time_per_output_token_ms": 40}) as pod:
         pod.terminate()
-        eventually(lambda: "SIGTERM is ignored" in pod.log)
+        wait_until(lambda: "SIGTERM is ignored" in pod.log)
         assert pod.text("x", max_tokens=2) != ""
         pod.steer(ignore_sigterm=False)
         texts: list[str] = []
         request = threading.Thread(target=lambda: texts.append(pod.text("x", max_tokens=30)))
         request.start()
-        eventually(lambda: pod.stats().requests.running == 1)
+        wait_until(lambda: pod.stats().requests.running == 1)
         pod.terminate()
-        assert eventually(lambda: pod.get("/ready")[0] == 503)
+        assert wait_until(lambda: pod.get("/ready")[0] == 503)
         assert pod.wait_ended() == 0
         request.join(10)
         assert len(texts[0].split()) == 30

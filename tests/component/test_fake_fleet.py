@@ -22,7 +22,7 @@ from tests.fakes.clock import FakeClock
 from tests.fakes.engine import ROOT
 from tests.fakes.engine.fleet import Fleet, FleetError, certified, make_pods, write_pods
 from tests.fakes.engine.fleet_pod import FleetMember, FleetPod
-from tests.fakes.engine.process import eventually
+from tests.fakes.waiting import wait_until
 from tests.unit.identity.builders import certified_files, make_authority
 
 COUNT = 300
@@ -177,9 +177,9 @@ def test_the_command_follows_its_file(tmp_path: Path) -> None:
             await channels.close()
 
     with running_fleet(file) as output:
-        eventually(lambda: output.read_text() == "5 pods\n", timeout_seconds=30)
+        wait_until(lambda: output.read_text() == "5 pods\n", timeout_seconds=30)
         write_pods(file, pods[2:])
-        eventually(lambda: output.read_text() == "5 pods\n3 pods\n")
+        wait_until(lambda: output.read_text() == "5 pods\n3 pods\n")
         file.write_text("[{}]")
-        eventually(lambda: "not in force: " in output.read_text())
+        wait_until(lambda: "not in force: " in output.read_text())
         assert asyncio.run(names()) == [pod.name for pod in pods[2:]]

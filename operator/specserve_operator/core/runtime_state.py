@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import TypeGuard
 
 from specserve_operator.api.v1alpha1 import LengthCap, LengthPolicy, SpeculationMode, SpeculativeService
 from specserve_operator.constants import RUNTIME_FILE
@@ -41,6 +42,11 @@ class RuntimeState:
         return json.dumps(state, indent=1) + "\n"
 
 
+def is_generation(value: object) -> TypeGuard[int]:
+    """Whether a pod would take the number."""
+    return type(value) is int and 0 <= value <= MAX_GENERATION
+
+
 def plan_runtime_state(
     service: SpeculativeService, children: Iterable[Manifest], *, in_force: Iterable[int] = ()
 ) -> RuntimeState:
@@ -62,12 +68,12 @@ def plan_runtime_state(
 
 
 def _generation(text: str) -> int:
-    """Of a state file; 0 if it is none, or has a number that cannot be of ours."""
+    """Of a state file; 0 if it is none, or has a number that cannot be of ours, or has no next one."""
     try:
         number = json.loads(text)["generation"]
     except (ValueError, TypeError, KeyError, RecursionError):
         return 0
-    return number if type(number) is int and 0 <= number < MAX_GENERATION else 0
+    return number if is_generation(number) and number < MAX_GENERATION else 0
 
 
 def _asked_settings(service: SpeculativeService) -> RuntimeState:

@@ -192,14 +192,15 @@ class StatsCollector:
         addresses = {target.ip for service in services.values() for target in service.targets}
         kept = frozenset(sorted(addresses)[: self._options.kept_channels])
         await self._channels.keep_only(kept)
-        turns = {key: self._turn_seconds(key, service, kept) for key, service in services.items()}
+        new = {key for key, service in services.items() if self._has_new(key, service)}
+        turns = {key: self._turn_seconds(service, kept, is_new=key in new) for key, service in services.items()}
         # A round that is becoming longer must not make the pods at its end look silent.
         shortest_seconds = sum(turns.values())
         self._round_seconds = max(self._round_seconds, shortest_seconds)
         is_paced = shortest_seconds > self._options.period_seconds
         due = self._clock.time()
         async with asyncio.TaskGroup() as group:
-            for key in sorted(services, key=lambda key: not self._has_new(key, services[key])):
+            for key in sorted(services, key=lambda key: key not in new):
                 group.create_task(self._take_turn(key, services[key], wake, kept=kept))
                 if is_paced:
                     # By the clock, so that turns which come late, as in a busy start, make no round longer.
@@ -211,11 +212,10 @@ class StatsCollector:
         """Whether a pod was never asked."""
         return any(target.uid not in self._known[key].pods for target in service.targets)
 
-    def _turn_seconds(self, key: ServiceKey, service: _Service, kept: Container[str]) -> float:
+    def _turn_seconds(self, service: _Service, kept: Container[str], *, is_new: bool) -> float:
         """How long the next service has to wait."""
         call_seconds = 1 / self._options.max_calls_per_second
         connection_seconds = max(1 / self._options.max_connections_per_second, call_seconds)
-        is_new = self._has_new(key, service)
         return sum(call_seconds if is_new or t.ip in kept else connection_seconds for t in service.targets)
 
     async def _take_turn(

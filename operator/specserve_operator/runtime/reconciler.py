@@ -9,6 +9,7 @@ import logging
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any, Protocol
 
 from specserve_operator.api.conditions import EventReason
@@ -33,6 +34,9 @@ from specserve_operator.runtime.workqueue import Backoff, QueueShutDown, WorkQue
 _LOG = logging.getLogger(__name__)
 
 _WORKLOAD = "Deployment"
+# When a kind is applied, 0 if it is not among these. What is referred to comes first: a RoleBinding's Role, which the
+# API server looks up, and all that pods refer to.
+_STAGES = {"RoleBinding": 1, _WORKLOAD: 2}
 
 
 class StatsSource(Protocol):
@@ -210,11 +214,11 @@ class Reconciler:
         return refused
 
     async def _apply(self, rendered: Iterable[Manifest]) -> dict[ObjectRef, ClusterError]:
-        """Applies everything, step by step; the objects of one step concurrently.
+        """Applies everything, stage by stage; the objects of one stage concurrently.
 
         Returns what could not be applied, which keeps nothing else from it.
         """
-        refused, outcomes, objects = dict[ObjectRef, ClusterError](), set[ApplyOutcome](), list(rendered)
+        refused, outcomes = dict[ObjectRef, ClusterError](), set[ApplyOutcome]()
 
         async def apply(obj: Manifest) -> None:
             try:
@@ -222,11 +226,10 @@ class Reconciler:
             except ClusterError as error:
                 refused[ObjectRef.of(obj)] = error
 
-        for step in sorted({_step_of(obj) for obj in objects}):
+        for _, stage in groupby(sorted(rendered, key=_stage_of), key=_stage_of):
             async with asyncio.TaskGroup() as group:
-                for obj in objects:
-                    if _step_of(obj) == step:
-                        group.create_task(apply(obj))
+                for obj in stage:
+                    group.create_task(apply(obj))
         if outcomes - {ApplyOutcome.UNCHANGED}:
             self._stats.hasten()
         return refused
@@ -337,10 +340,8 @@ class Reconciler:
         return self._options.refused_retry_seconds
 
 
-def _step_of(obj: Manifest) -> int:
-    """What is referred to comes first: by pods all but what makes them, by a RoleBinding its Role, which the API server
-    looks up."""
-    return {"RoleBinding": 1, _WORKLOAD: 2}.get(obj["kind"], 0)
+def _stage_of(obj: Manifest) -> int:
+    return _STAGES.get(obj["kind"], 0)
 
 
 def _raise_first(failures: Sequence[ClusterError]) -> None:

@@ -5,7 +5,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from specserve_operator.core.runtime_state import MAX_GENERATION
+from specserve_operator.core.runtime_state import is_generation
 from specserve_operator.core.stats import (
     Histogram,
     KvTransferStats,
@@ -61,7 +61,7 @@ def parse_state_file(text: str) -> DesiredSpeculation:
 
 
 def _generation(value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_GENERATION:
+    if not is_generation(value):
         raise ValueError(f"the run-time state's generation is {str(value)[:40]}")
     return value
 

@@ -8,23 +8,22 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, Self, TypeVar
+from typing import Any, Final, Self
 
 import grpc
 
 from specserve_protos.v1alpha1 import control_pb2, control_pb2_grpc
 from tests.fakes.engine import MODULE_PATH
 from tests.fakes.engine.behaviour import VARIABLE
+from tests.fakes.waiting import wait_until
 
 HTTP_PORT: Final = 8000
 CONTROL_PORT: Final = 9000
 START_SECONDS: Final = 30.0
-T = TypeVar("T")
 _numbers = itertools.count()
 
 
@@ -32,15 +31,6 @@ def new_host() -> str:
     """An address of this machine that the last 250 fake pods of this process did not have, nor pods of another."""
     pid = os.getpid()
     return f"127.{100 + pid // 256 % 100}.{pid % 256}.{1 + next(_numbers) % 250}"
-
-
-def eventually(condition: Callable[[], T | None], *, timeout_seconds: float = 15.0) -> T:
-    """The first true value of `condition`; AssertionError if there is none in time."""
-    deadline = time.monotonic() + timeout_seconds
-    while not (value := condition()):
-        assert time.monotonic() < deadline, f"not within {timeout_seconds} s: {value!r}"
-        time.sleep(0.02)
-    return value
 
 
 @dataclasses.dataclass
@@ -102,7 +92,7 @@ class FakePod:
             assert self.process.poll() is None, self.log[-3000:]
             return self.get("/ready")[0] == 200
 
-        eventually(is_ready, timeout_seconds=START_SECONDS)
+        wait_until(is_ready, timeout_seconds=START_SECONDS)
 
     def wait_ended(self, *, timeout_seconds: float = START_SECONDS) -> int:
         """The exit code."""

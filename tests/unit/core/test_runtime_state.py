@@ -1,6 +1,7 @@
 """The settings of running pods, and which generation they are of."""
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -19,11 +20,7 @@ def state(service: SpeculativeService, children: list[Manifest]) -> dict[str, An
     return dict(json.loads(plan(make_snapshot(service, children)).runtime_state.to_json()))
 
 
-def config_map(service: SpeculativeService) -> Manifest:
-    return next(obj for obj in render(plan(make_snapshot(service))) if obj["kind"] == "ConfigMap")
-
-
-def config_map_after(service: SpeculativeService, children: list[Manifest]) -> Manifest:
+def config_map(service: SpeculativeService, children: Sequence[Manifest] = ()) -> Manifest:
     return next(obj for obj in render(plan(make_snapshot(service, children))) if obj["kind"] == "ConfigMap")
 
 
@@ -42,8 +39,8 @@ def test_other_settings_are_of_the_generation_that_asks_for_them() -> None:
 
 def test_settings_that_come_back_are_news_again() -> None:
     first = [config_map(disaggregated(generation=1, speculation=LENGTHS))]
-    off = config_map_after(disaggregated(generation=2, speculation={**LENGTHS, "mode": "Never"}), first)
-    again = config_map_after(disaggregated(generation=3, speculation=LENGTHS), [off])
+    off = config_map(disaggregated(generation=2, speculation={**LENGTHS, "mode": "Never"}), first)
+    again = config_map(disaggregated(generation=3, speculation=LENGTHS), [off])
     assert json.loads(again["data"]["state.json"])["generation"] == 3
 
 

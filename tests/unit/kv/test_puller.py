@@ -38,6 +38,18 @@ class BlockingClient:
         pass
 
 
+def ended_pulls(puller: Puller, count: int) -> list[Any]:
+    """The pulls that end next, when they are exactly `count`."""
+    ended: list[Any] = []
+
+    def are_over() -> bool:
+        ended.extend(puller.pop_ended())
+        return len(ended) == count
+
+    wait_until(are_over)
+    return ended
+
+
 def test_puller_ends_every_pull_once(producer: Any, consumer: Any, order_for: Make) -> None:
     woken = threading.Event()
     puller = Puller(consumer.client, num_threads=2, on_end=woken.set)
@@ -49,13 +61,7 @@ def test_puller_ends_every_pull_once(producer: Any, consumer: Any, order_for: Ma
             f"good{index}", order_for(producer, good, (4 * index, 4 * index + 1, 4 * index + 2, 4 * index + 3))
         )
     puller.submit("bad", order_for(producer, bad))
-    ended: list[Any] = []
-
-    def are_all_over() -> bool:
-        ended.extend(puller.pop_ended())
-        return len(ended) == 7
-
-    wait_until(are_all_over)
+    ended = ended_pulls(puller, 7)
     assert woken.is_set()
     assert {pull.request_id: pull.cause for pull in ended} == {
         **{f"good{index}": None for index in range(6)},
@@ -73,13 +79,7 @@ def test_aborted_pull_ends_as_cancelled(make_producer: Make, consumer: Any, orde
     puller.submit("running", order_for(producer, lease))
     puller.submit("queued", order_for(producer, lease))
     puller.cancel(["running", "queued", "unknown"])
-    ended: list[Any] = []
-
-    def are_both_over() -> bool:
-        ended.extend(puller.pop_ended())
-        return len(ended) == 2
-
-    wait_until(are_both_over)
+    ended = ended_pulls(puller, 2)
     assert {pull.cause for pull in ended} == {TransferCause.CANCELLED}
     producer.leases.close()
     puller.close()
@@ -111,16 +111,11 @@ def test_hung_producer_does_not_delay_pulls_from_others(producer: Any, order_for
         puller.submit(f"hung{index}", hung)
     for index in range(3):
         puller.submit(f"healthy{index}", healthy)
-    ended: list[str] = []
-
-    def are_healthy_over() -> bool:
-        ended.extend(pull.request_id for pull in puller.pop_ended())
-        return sorted(ended) == ["healthy0", "healthy1", "healthy2"]
-
-    wait_until(are_healthy_over)
+    ended = ended_pulls(puller, 3)
+    assert sorted(pull.request_id for pull in ended) == ["healthy0", "healthy1", "healthy2"]
     assert client.fetched.count(producer.address) == 2
     client.let_go.set()
-    wait_until(lambda: len(ended) == 11 or ended.extend(pull.request_id for pull in puller.pop_ended()))
+    ended_pulls(puller, 8)
     assert client.fetched.count(producer.address) == 8
     puller.close()
 

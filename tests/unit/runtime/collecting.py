@@ -1,7 +1,11 @@
 """A service whose pods answer, for tests of the collector."""
 
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
 from specserve_operator.constants import LABEL_POOL, LABEL_SERVICE
-from specserve_operator.core.objects import ObjectRef
+from specserve_operator.core.objects import Manifest, ObjectRef, ServiceKey
 from specserve_operator.runtime.collector import CollectorOptions, StatsCollector
 from specserve_protos.v1alpha1 import control_pb2 as pb
 from tests.fakes.channels import FakeChannels
@@ -27,10 +31,29 @@ class World:
             channels=self.channels,  # type: ignore[arg-type]
         )
 
-    def pod(self, name: str, ip: str, *, pool: str = "decode", ready: bool = True) -> None:
-        pod = self.cluster.add_pod(name, self.key, labels={LABEL_POOL: pool}, ready=ready)
+    def pod(
+        self, name: str, ip: str, *, key: ServiceKey | None = None, pool: str = "decode", ready: bool = True
+    ) -> Manifest:
+        """Of `key`, by default the first service. It answers."""
+        pod = self.cluster.add_pod(name, key or self.key, labels={LABEL_POOL: pool}, ready=ready)
         pod["status"]["podIP"] = ip
         self.answer(name, ip)
+        return pod
+
+    def services_with_a_pod(self, count: int) -> list[ServiceKey]:
+        """Services s0, s1, ... beside the first; the pod of each is at 10.0.0.<number>."""
+        keys = [self.cluster.put({"metadata": {"name": f"s{i}"}, "spec": {}}) for i in range(count)]
+        for i, key in enumerate(keys):
+            self.pod(f"p{i}", f"10.0.0.{i}", key=key)
+        return keys
+
+    @contextlib.asynccontextmanager
+    async def collecting(self) -> AsyncIterator[None]:
+        running = asyncio.create_task(self.collector.run(wake=lambda key: None))
+        await settle()
+        yield
+        running.cancel()
+        await settle()
 
     def answer(
         self, name: str, ip: str, *, started: int = 0, uptime: float = 1.0, generation: int = 2, transfers: int = 0

@@ -2,7 +2,6 @@
 
 import asyncio
 
-from specserve_operator.constants import LABEL_POOL
 from specserve_operator.core.objects import ServiceKey
 from tests.fakes.clock import settle
 from tests.unit.runtime.collecting import World
@@ -23,8 +22,7 @@ async def test_many_pods_are_asked_one_service_after_the_other_over_the_whole_pe
     other = world.cluster.put({"metadata": {"name": "other"}, "spec": {}})
     for i in range(1, 5):
         world.pod(f"d{i}", f"10.0.0.{i}")
-    pod = world.cluster.add_pod("x", other, labels={LABEL_POOL: "decode"})
-    pod["status"]["podIP"] = "10.0.1.1"
+    world.pod("x", "10.0.1.1", key=other)
     woken: list[ServiceKey] = []
     running = asyncio.create_task(world.collector.run(wake=woken.append))
 
@@ -59,23 +57,13 @@ async def test_others_get_their_turn_while_many_services_are_looked_at() -> None
 
 async def test_a_pod_that_hangs_delays_no_other_service_and_makes_no_statistics_stale() -> None:
     world = World(max_calls_per_second=1.0, stale_seconds=1.0)
-    services = [world.cluster.put({"metadata": {"name": f"s{i}"}, "spec": {}}) for i in range(4)]
-    for i, key in enumerate(services):
-        pod = world.cluster.add_pod(f"p{i}", key, labels={LABEL_POOL: "decode"})
-        pod["status"]["podIP"] = f"10.0.0.{i}"
-        world.answer(f"p{i}", f"10.0.0.{i}")
+    services = world.services_with_a_pod(4)
     world.channels.hung["10.0.0.0"] = world.clock
-    running = asyncio.create_task(world.collector.run(wake=lambda key: None))
-
-    for _ in range(400):
-        world.clock.advance(0.1)
-        await settle()
-
-    # Each one every four seconds, though the first pod takes two of them.
-    assert min(world.channels.asked.count(f"10.0.0.{i}") for i in range(1, 4)) >= 9
-    assert all(world.collector.pod_stats(key) for key in services[1:])
-    running.cancel()
-    await settle()
+    async with world.collecting():
+        await world.pass_time(40.0)
+        # Each one every four seconds, though the first pod takes two of them.
+        assert min(world.channels.asked.count(f"10.0.0.{i}") for i in range(1, 4)) >= 9
+        assert all(world.collector.pod_stats(key) for key in services[1:])
 
 
 async def test_connections_are_kept_to_so_many_pods_and_closed_after_the_answer_of_others() -> None:
@@ -93,39 +81,28 @@ async def test_connections_are_kept_to_so_many_pods_and_closed_after_the_answer_
 async def test_a_round_is_as_long_as_the_new_connections_take_but_for_pods_that_were_never_asked() -> None:
     """Three pods, connections to two of them: more than four seconds, though three calls a second may be made."""
     world = World(kept_channels=1, max_calls_per_second=3.0, max_connections_per_second=0.5)
-    for i in range(3):
-        key = world.cluster.put({"metadata": {"name": f"s{i}"}, "spec": {}})
-        pod = world.cluster.add_pod(f"p{i}", key, labels={LABEL_POOL: "decode"})
-        pod["status"]["podIP"] = f"10.0.0.{i}"
-    running = asyncio.create_task(world.collector.run(wake=lambda key: None))
-
-    await world.pass_time(1.9)
-    assert len(world.channels.asked) == 3
-    await world.pass_time(4.2)  # 1/3 s to the first, 2 s to each of the others
-    assert len(world.channels.asked) == 6
-    await world.pass_time(4.3)
-    assert len(world.channels.asked) == 9
-    running.cancel()
-    await settle()
+    world.services_with_a_pod(3)
+    async with world.collecting():
+        await world.pass_time(1.9)
+        assert len(world.channels.asked) == 3
+        await world.pass_time(4.2)  # 1/3 s to the first, 2 s to each of the others
+        assert len(world.channels.asked) == 6
+        await world.pass_time(4.3)
+        assert len(world.channels.asked) == 9
 
 
 async def test_pods_that_were_never_asked_come_first() -> None:
     world = World(max_calls_per_second=10.0, max_connections_per_second=0.5, kept_channels=0)
-    for i in range(4):
-        key = world.cluster.put({"metadata": {"name": f"s{i}"}, "spec": {}})
-        pod = world.cluster.add_pod(f"p{i}", key, labels={LABEL_POOL: "decode"}, ready=i < 3)
-        pod["status"]["podIP"] = f"10.0.0.{i}"
-        world.answer(f"p{i}", f"10.0.0.{i}")
-    running = asyncio.create_task(world.collector.run(wake=lambda key: None))
-    await world.pass_time(4.0)
-    assert world.channels.asked[:3] == ["10.0.0.0", "10.0.0.1", "10.0.0.2"]
+    late = world.services_with_a_pod(4)[3]
+    pod = world.pod("p3", "10.0.0.3", key=late, ready=False)
+    async with world.collecting():
+        await world.pass_time(4.0)
+        assert world.channels.asked[:3] == ["10.0.0.0", "10.0.0.1", "10.0.0.2"]
 
-    pod["status"]["conditions"] = [{"type": "Ready", "status": "True"}]
-    asked = len(world.channels.asked)
-    await world.pass_time(8.0)
-    assert "10.0.0.3" in world.channels.asked[asked : asked + 3]
-    running.cancel()
-    await settle()
+        pod["status"]["conditions"] = [{"type": "Ready", "status": "True"}]
+        asked = len(world.channels.asked)
+        await world.pass_time(8.0)
+        assert "10.0.0.3" in world.channels.asked[asked : asked + 3]
 
 
 async def test_a_service_that_is_made_anew_was_not_asked() -> None:
@@ -145,17 +122,11 @@ async def test_a_service_that_is_made_anew_was_not_asked() -> None:
 async def test_turns_that_come_late_make_no_round_longer() -> None:
     """A busy event loop wakes only every half a second; a turn is due every tenth."""
     world = World(max_calls_per_second=10.0)
-    for i in range(40):
-        key = world.cluster.put({"metadata": {"name": f"s{i}"}, "spec": {}})
-        pod = world.cluster.add_pod(f"p{i}", key, labels={LABEL_POOL: "decode"})
-        pod["status"]["podIP"] = f"10.0.0.{i}"
-    running = asyncio.create_task(world.collector.run(wake=lambda key: None))
-    await settle()
-    for _ in range(8):
-        world.clock.advance(0.5)
-        for _ in range(6):  # turns that are late are taken one after the other
-            await settle()
-            world.clock.advance(0.0)
-    assert len(world.channels.asked) == 40
-    running.cancel()
-    await settle()
+    world.services_with_a_pod(40)
+    async with world.collecting():
+        for _ in range(8):
+            world.clock.advance(0.5)
+            for _ in range(6):  # turns that are late are taken one after the other
+                await settle()
+                world.clock.advance(0.0)
+        assert len(world.channels.asked) == 40
